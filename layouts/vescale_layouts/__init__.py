@@ -1,0 +1,11 @@
+"""Flat, ragged buffers on a JAX mesh: placements, layouts, packing, gather and reduce-scatter."""
+
+from ._collectives import gather as gather
+from ._collectives import reduce_scatter as reduce_scatter
+from ._collectives import reshard_policy as reshard_policy
+from ._dbuffer import DBuffer as DBuffer
+from ._layout import Layout as Layout
+from ._layout import Location as Location
+from ._pack import pack as pack
+from ._pack import unpack as unpack
+from ._ragged import RaggedShard as RaggedShard

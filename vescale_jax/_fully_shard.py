@@ -1,0 +1,203 @@
+"""fully_shard: from a Flax model to flat buffers.
+
+Comes in: a module or a pytree, or a function that builds one, and a mesh. Goes out: a `Sharded` model. On the way, in
+the order of the files: the model is taken apart (`_forms`), its parameters are sorted into units (`_units`) and groups
+(`_groups`), every group is planned and bound to the mesh, and the buffers are filled (`_init`, or from given arrays).
+All mistakes of the arguments are found before anything is made, and reported together.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from vescale_layouts import DBuffer
+from vescale_planner import Block, Elements, Faults
+
+from ._forms import Parts, builder, split_model
+from ._groups import Unit, each_group, gathered_dtype, make_groups, stored_dtype
+from ._init import Recipe, fill
+from ._policy import MixedPrecisionPolicy
+from ._rules import Rule, resolve
+from ._sharded import Buffers, Sharded, Structure
+from ._units import UnitRule, assign
+
+
+def fully_shard(
+    model: Any,
+    mesh: Mesh,
+    *,
+    params: Any = None,
+    axis: str | None = None,
+    units: UnitRule = None,
+    max_unit_bytes: int | None = 2**30,
+    blocks: Rule[Block] = Elements(1),
+    trainable: Rule[bool] = True,
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    reshard_after_forward: Rule[bool] = True,
+    rngs: Mapping[str, jax.Array] | None = None,
+    abstract: bool = False,
+) -> Sharded:
+    """Shards a model's parameters over one axis of a mesh, in blocks that stay whole.
+
+    The model's code is not changed: inside the loss it is the same module with whole parameters. If a function is given,
+    it is traced once, and parameters are computed unit by unit and kept in shards; the whole model never exists. The
+    values are the same on every mesh.
+
+    Arguments:
+
+    - `model`: an `nnx.Module`; a `linen.Module`; a pytree of arrays for a pure function; or a function without
+      arguments that builds a module or a pytree.
+    - `mesh`: the devices.
+    - `params`: for a linen module, its variables (boxed or not), or a function that returns them, such as
+      `lambda: module.init(key, x)`.
+    - `axis`: the mesh axis over which parameters are cut. None: the only axis, or else the one called `fsdp`.
+    - `units`: which parameters are gathered together. None: every layer of a list of layers, and the rest as `root`.
+      Patterns such as `("encoder/layers/*", "embed")`, or a function from path to unit name, choose otherwise.
+    - `max_unit_bytes`: cap on the gathered bytes of a unit; without `units`, larger ones are split, and big tables get
+      their own. None: no cap.
+    - `blocks`: the piece of each parameter that is never cut, such as `Rows(32)`: one for all, by path pattern, or a
+      function of path and `jax.ShapeDtypeStruct`.
+    - `trainable`: which parameters have gradients and optimizer state, by path.
+    - `policy`: the dtypes.
+    - `reshard_after_forward`: whether the backward pass gathers again instead of keeping the whole parameters, by unit
+      name. True takes least memory, False one gather less.
+    - `rngs`: random keys by stream, for linen modules that draw numbers.
+    - `abstract`: whether to return shapes, dtypes and shardings only, and make no array.
+
+    Returns: the sharded model.
+
+    Raises: `ValueError` or `TypeError` that names every parameter, unit or pattern at fault, with what was given, what
+    is wanted and what to change.
+    """
+    axis = _axis(mesh, axis)
+    _check_arguments(model, params, policy)
+    build = builder(model, params, rngs or {})
+    traced = _trace(build) if build else None
+    parts, form = (traced[0], traced[1]) if traced else split_model(model, params, rngs or {})
+    planned = _plan_units(
+        parts, mesh, axis, units, max_unit_bytes, blocks, trainable, policy, reshard_after_forward
+    )
+    structure = Structure(form=form, units=planned, mesh=mesh, axis=axis, policy=policy)
+    if abstract:
+        return _abstract(structure, parts)
+    return _build(structure, parts, traced[2]) if traced else _load(structure, parts)
+
+
+def _axis(mesh: Mesh, axis: str | None) -> str:
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"fully_shard: mesh: got {type(mesh).__name__}; want a jax.sharding.Mesh; use jax.make_mesh")
+    names = list(mesh.axis_names)
+    if axis is None:
+        axis = names[0] if len(names) == 1 else "fsdp"
+    if axis not in names:
+        raise ValueError(f"fully_shard: axis: got {axis!r}; want one of the mesh's axes {names}; pass axis=...")
+    return axis
+
+
+def _check_arguments(model: Any, params: Any, policy: Any) -> None:
+    from flax import linen
+
+    if isinstance(model, linen.Module) != (params is not None):
+        got = "no params" if params is None else f"params beside a {type(model).__name__}"
+        raise TypeError(
+            f"fully_shard: params: got {got}; want variables, or a function that returns them, with a linen module and "
+            "only with one; pass params=lambda: module.init(key, x)"
+        )
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"fully_shard: policy: got {policy!r}; want a vs.MixedPrecisionPolicy; make one")
+
+
+def _trace(build: Callable[[], Any]) -> tuple[Parts, Any, Any]:
+    """Traces the function that builds the model: its parts without values, its form, and the computation."""
+    kept: list[Any] = []
+
+    def leaves() -> tuple[list[Any], list[Any]]:
+        parts, form = build()
+        kept.append((list(parts.params), form))
+        return list(parts.params.values()), list(parts.rest)
+
+    closed, (params, rest) = jax.make_jaxpr(leaves, return_shape=True)()
+    paths, form = kept[0]
+    return Parts(dict(zip(paths, params, strict=True)), tuple(rest)), form, closed
+
+
+def _plan_units(
+    parts: Parts,
+    mesh: Mesh,
+    axis: str,
+    units: UnitRule,
+    max_unit_bytes: int | None,
+    blocks: Any,
+    trainable: Any,
+    policy: MixedPrecisionPolicy,
+    reshard: Any,
+) -> tuple[Unit, ...]:
+    faults = Faults("fully_shard")
+    leaves = parts.params
+    nbytes = {
+        path: int(np.prod(leaf.shape)) * gathered_dtype(stored_dtype(leaf, policy), policy).itemsize
+        for path, leaf in leaves.items()
+    }
+    shapes = {path: (jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),) for path, leaf in leaves.items()}
+    block_of = resolve(blocks, shapes, argument="blocks", default=Elements(1), faults=faults)
+    trains = resolve(trainable, shapes, argument="trainable", default=True, faults=faults)
+    members = assign(nbytes, units, max_unit_bytes, faults)
+    reshards = resolve(reshard, members, argument="reshard_after_forward", default=True, faults=faults)
+    for argument, values in (("trainable", trains), ("reshard_after_forward", reshards)):
+        for name, value in values.items():
+            if not isinstance(value, bool | np.bool_):
+                faults.add(f"{argument} of {name}", got=repr(value), want="True or False", change="mend the rule")
+    planned = tuple(
+        Unit(
+            name=name,
+            groups=make_groups(name, paths, leaves, block_of, trains, policy, mesh, axis, faults),
+            reshard_after_forward=bool(reshards[name]),
+        )
+        for name, paths in members.items()
+    )
+    faults.raise_if_any()
+    return planned
+
+
+def _buffers(structure: Structure, made: list[DBuffer], trainable: bool) -> Buffers:
+    buffers: Buffers = {}
+    for (unit, group), buffer in zip(each_group(structure.units), made, strict=True):
+        if group.trainable == trainable:
+            buffers.setdefault(unit.name, {})[group.name] = buffer
+    return buffers
+
+
+def _sharded(structure: Structure, made: list[DBuffer], rest: tuple[Any, ...]) -> Sharded:
+    return Sharded(_buffers(structure, made, True), _buffers(structure, made, False), rest, structure)
+
+
+def _abstract(structure: Structure, parts: Parts) -> Sharded:
+    made = [DBuffer.abstract(group.layout, group.dtype) for _, group in each_group(structure.units)]
+    rest = tuple(
+        jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=structure.replicated) for leaf in parts.rest
+    )
+    return _sharded(structure, made, rest)
+
+
+def _load(structure: Structure, parts: Parts) -> Sharded:
+    """Fills the buffers from arrays that exist, shard by shard."""
+    made = [
+        DBuffer.from_tensors(
+            group.layout, {name: parts.params[group.prefix + name] for name in group.layout.plan.slots}, group.dtype
+        )
+        for _, group in each_group(structure.units)
+    ]
+    return _sharded(structure, made, jax.device_put(parts.rest, structure.replicated))
+
+
+def _build(structure: Structure, parts: Parts, closed: Any) -> Sharded:
+    """Fills the buffers from the traced computation, group by group."""
+    recipe = Recipe.from_jaxpr(closed)
+    index = {path: i for i, path in enumerate(parts.params)}
+    made = fill([(group, recipe.slice([index[p] for p in group.paths])) for _, group in each_group(structure.units)])
+    others = recipe.slice(range(len(index), len(index) + len(parts.rest)))
+    rest = jax.jit(lambda *values: tuple(others(*values)), out_shardings=structure.replicated)(*others.values)
+    return _sharded(structure, made, rest)

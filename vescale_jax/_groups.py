@@ -1,0 +1,155 @@
+"""Groups: what of a unit shares one flat buffer, planned and bound to the mesh.
+
+Comes in: the parameters of a unit, the policy, and the rules for blocks and trainability. Goes out: `Unit`s of
+`Group`s, frozen and hashable. A group has one dtype and is trained as a whole or not at all; arrays of integers and
+booleans are never trained. Within a group, names are relative to the unit, so that identical layers have one plan.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from vescale_layouts import Layout
+from vescale_planner import Block, Faults, GroupPlan, TensorSpec, plan_group
+
+from ._policy import MixedPrecisionPolicy
+
+# NCCL wants addresses that are multiples of 16 bytes: all-gathers of other sizes are many times slower.
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that share one flat buffer.
+
+    Attributes:
+
+    - `name`: unique within its unit.
+    - `prefix`: what the layout's names lack to be parameter paths: `"layers/0/"`.
+    - `layout`: where each parameter lies.
+    - `dtype`: of the stored shards.
+    - `gather_dtype`: of the all-gather and of the gathered tensors.
+    - `reduce_dtype`: of the reduce-scatter.
+    - `trainable`: whether there are gradients and optimizer state.
+    """
+
+    name: str
+    prefix: str
+    layout: Layout
+    dtype: Any
+    gather_dtype: Any
+    reduce_dtype: Any
+    trainable: bool
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The parameters, in slot order."""
+        return tuple(self.prefix + name for name in self.layout.plan.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Groups that are gathered together.
+
+    Attributes:
+
+    - `name`: path of the layer, or `root`.
+    - `groups`: one for each dtype and trainability.
+    - `reshard_after_forward`: whether the backward pass gathers again instead of keeping the tensors.
+    """
+
+    name: str
+    groups: tuple[Group, ...]
+    reshard_after_forward: bool
+
+
+def stored_dtype(leaf: Any, policy: MixedPrecisionPolicy) -> Any:
+    """The dtype in which a parameter is kept."""
+    dtype = jnp.dtype(leaf.dtype)
+    return jnp.dtype(policy.param_dtype) if policy.param_dtype and jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def gathered_dtype(stored: Any, policy: MixedPrecisionPolicy) -> Any:
+    """The dtype in which a parameter stored as `stored` is gathered."""
+    return jnp.dtype(policy.gather_dtype) if policy.gather_dtype and jnp.issubdtype(stored, jnp.floating) else stored
+
+
+def make_groups(
+    unit: str,
+    paths: Sequence[str],
+    leaves: Mapping[str, Any],
+    blocks: Mapping[str, Block],
+    trainable: Mapping[str, bool],
+    policy: MixedPrecisionPolicy,
+    mesh: Mesh,
+    axis: str,
+    faults: Faults,
+) -> tuple[Group, ...]:
+    """Plans the groups of one unit.
+
+    Arguments:
+
+    - `unit`: its name.
+    - `paths`: its parameters.
+    - `leaves`: parameters by path; only shapes and dtypes are read.
+    - `blocks`, `trainable`: by path.
+    - `policy`: the dtypes.
+    - `mesh`, `axis`: what the plan is bound to.
+    - `faults`: takes blocks that do not fit their tensor.
+
+    Returns: the groups, trainable ones first.
+    """
+    keyed: dict[tuple[Any, bool], list[str]] = {}
+    for path in paths:
+        dtype = stored_dtype(leaves[path], policy)
+        keyed.setdefault((dtype, trainable[path] and jnp.issubdtype(dtype, jnp.floating)), []).append(path)
+    prefix = f"{unit}/" if all(path.startswith(f"{unit}/") for path in paths) else ""
+    groups: list[Group] = []
+    for (dtype, trains), members in sorted(keyed.items(), key=lambda item: (not item[0][1], str(item[0][0]))):
+        gather = gathered_dtype(dtype, policy)
+        specs: list[tuple[str, tuple[int, ...], Block]] = []
+        for path in members:
+            shape = tuple(leaves[path].shape)
+            try:
+                TensorSpec(path, shape, blocks[path])
+            except (TypeError, ValueError) as error:
+                faults.absorb(error)
+            else:
+                specs.append((path.removeprefix(prefix), shape, blocks[path]))
+        if len(specs) < len(members):
+            continue
+        reduce = policy.reduce_dtype or jnp.promote_types(dtype, jnp.float32)
+        groups.append(
+            Group(
+                name=f"{dtype}" if trains else f"{dtype}_frozen",
+                prefix=prefix,
+                layout=Layout(plan=_plan(tuple(specs), mesh.shape[axis], _alignment(dtype, gather)), mesh=mesh, axis=axis),
+                dtype=dtype,
+                gather_dtype=gather,
+                reduce_dtype=jnp.dtype(reduce),
+                trainable=trains,
+            )
+        )
+    return tuple(groups)
+
+
+def _alignment(stored: Any, gathered: Any) -> int:
+    """Elements that fill the collective's unit in either dtype."""
+    return max(1, _ALIGNMENT_BYTES // min(stored.itemsize, gathered.itemsize))
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(specs: tuple[tuple[str, tuple[int, ...], Block], ...], num_shards: int, alignment: int) -> GroupPlan:
+    """Plans a group; identical layers are planned once."""
+    return plan_group([TensorSpec(*spec) for spec in specs], num_shards, alignment)
+
+
+def each_group(units: Sequence[Unit]) -> Iterator[tuple[Unit, Group]]:
+    """All groups, unit by unit."""
+    for unit in units:
+        for group in unit.groups:
+            yield unit, group
+

@@ -1,0 +1,155 @@
+"""Initialisation: buffers filled unit by unit, never a whole model on one device, the same values on every mesh.
+
+Comes in: the traced computation that builds the whole model, and the units. Goes out: the sharded buffers.
+
+The computation is traced once. What is tiny in it (random keys, counters) is computed at once; of the rest, each group
+takes the equations its own tensors need. Every device computes the group's tensors whole and keeps its own shard: the
+program is the same on every mesh, and so are the bits, whatever the random number generator. Memory peaks at one group.
+Identical layers differ only in their keys, which are inputs of the program: they are compiled once.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import PartitionSpec
+from vescale_layouts import DBuffer, pack
+
+from ._groups import Group
+
+# Elements up to which an intermediate value counts as tiny: keys, counters, scales.
+_TINY = 64
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The traced computation of a whole model, cut where values are tiny.
+
+    Attributes:
+
+    - `jaxpr`: the whole of it; its outputs are the model's leaves, parameters first.
+    - `known`: values of the tiny variables.
+    - `producers`: for every other variable, the index of the equation that makes it.
+    """
+
+    jaxpr: Jaxpr
+    known: dict[Var, Any]
+    producers: dict[Var, int]
+
+    @classmethod
+    def from_jaxpr(cls, closed: ClosedJaxpr) -> "Recipe":
+        """Computes what is tiny and notes who makes the rest."""
+        jaxpr = closed.jaxpr
+        known: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        producers: dict[Var, int] = {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            tiny = all(math.prod(getattr(v.aval, "shape", ())) <= _TINY for v in eqn.outvars)
+            if tiny and all(isinstance(v, Literal) or v in known for v in eqn.invars):
+                piece = Slice.of(jaxpr, known, [eqn], [v for v in eqn.outvars if not isinstance(v, DropVar)])
+                known.update(zip(piece.jaxpr.outvars, piece(*piece.values), strict=True))
+            else:
+                producers.update((v, i) for v in eqn.outvars)
+        return cls(jaxpr, known, producers)
+
+    def slice(self, outputs: Sequence[int]) -> "Slice":
+        """The part of the computation that some of the outputs need."""
+        chosen = [self.jaxpr.outvars[i] for i in outputs]
+        needed: set[int] = set()
+        wanted = list(chosen)
+        while wanted:
+            v = wanted.pop()
+            if isinstance(v, Var) and v not in self.known and self.producers[v] not in needed:
+                needed.add(self.producers[v])
+                wanted.extend(self.jaxpr.eqns[self.producers[v]].invars)
+        return Slice.of(self.jaxpr, self.known, [self.jaxpr.eqns[i] for i in sorted(needed)], chosen)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some outputs of a recipe as a function of tiny inputs.
+
+    Attributes:
+
+    - `jaxpr`: the equations needed.
+    - `values`: the inputs.
+    """
+
+    jaxpr: Jaxpr
+    values: list[Any]
+
+    @classmethod
+    def of(cls, whole: Jaxpr, known: dict[Var, Any], eqns: list[JaxprEqn], outputs: list[Var | Literal]) -> "Slice":
+        """Cuts some equations out of a computation; what is known becomes an input."""
+        atoms = [v for eqn in eqns for v in eqn.invars] + outputs
+        inputs = list(dict.fromkeys(v for v in atoms if isinstance(v, Var) and v in known))
+        jaxpr = whole.replace(constvars=[], invars=inputs, eqns=eqns, outvars=outputs)
+        return cls(jaxpr, [known[v] for v in inputs])
+
+    def __call__(self, *values: Any) -> list[Any]:
+        """Evaluates the outputs."""
+        return jax.core.eval_jaxpr(self.jaxpr, (), *values)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for two slices that compute the same function of their inputs."""
+        number: dict[Var, int] = {v: i for i, v in enumerate(self.jaxpr.invars)}
+        lines: list[Any] = [tuple(str(v.aval) for v in self.jaxpr.invars)]
+        for eqn in self.jaxpr.eqns:
+            operands = tuple(_name(number, v) for v in eqn.invars)
+            number.update((v, len(number) + i) for i, v in enumerate(eqn.outvars))
+            lines.append((eqn.primitive.name, str(sorted(eqn.params.items(), key=lambda p: p[0])), operands))
+        return (*lines, tuple(_name(number, v) for v in self.jaxpr.outvars))
+
+
+def fill(
+    slices: Sequence[tuple[Group, Slice]], compiled: dict[Any, Callable[..., Any]] | None = None
+) -> list[DBuffer]:
+    """Makes the buffers of groups, one after the other.
+
+    Arguments:
+
+    - `slices`: each group with the computation of its tensors, in slot order.
+    - `compiled`: programs by signature, filled on the way.
+
+    Returns: one buffer a group.
+    """
+    compiled = {} if compiled is None else compiled
+    buffers: list[DBuffer] = []
+    for group, piece in slices:
+        key = (group.layout, group.dtype, piece.signature)
+        if key not in compiled:
+            compiled[key] = _program(group, piece)
+        data = compiled[key](*piece.values)
+        # One group at a time: the next one's temporaries must not pile up behind this one's.
+        buffers.append(DBuffer(jax.block_until_ready(data), group.layout))
+    return buffers
+
+
+def _program(group: Group, piece: Slice) -> Callable[..., Any]:
+    layout = group.layout
+
+    def local(*values: Any) -> jax.Array:
+        buffer = pack(layout.plan, dict(zip(layout.plan.slots, piece(*values), strict=True)), group.dtype)
+        start = lax.axis_index(layout.axis) * layout.shard_size
+        return lax.dynamic_slice_in_dim(buffer, start, layout.shard_size)
+
+    whole = PartitionSpec()
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=layout.mesh,
+            in_specs=(whole,) * len(piece.values),
+            out_specs=layout.spec,
+            axis_names={layout.axis},
+            check_vma=False,
+        ),
+        out_shardings=layout.sharding,
+    )
+
+
+def _name(number: dict[Var, int], v: Var | Literal) -> str:
+    return f"{v.val}:{v.aval}" if isinstance(v, Literal) else str(number[v])

@@ -1,0 +1,158 @@
+"""The training step: gradients on shards, clipping, an optax update, and everything donated.
+
+Comes in: a loss function of the user's model, an optax transformation. Goes out: one jitted step. The optimizer works on
+the flat buffers, one array a group: any element-wise optax transformation runs unchanged. It is traced over the whole
+buffers, so what it reduces over them (a global norm) is global; XLA cuts its element-wise work into shards.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ._batch import place
+from ._gradient import value_and_grad
+from ._sharded import Sharded, shardings
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["step", "model", "opt_state"], meta_fields=[]
+)
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes.
+
+    Attributes:
+
+    - `step`: steps done, int32.
+    - `model`: the sharded model.
+    - `opt_state`: the optimizer's state; what has the buffers' size is sharded as they are.
+    """
+
+    step: jax.Array
+    model: Sharded
+    opt_state: Any
+
+
+class Metrics(NamedTuple):
+    """What a step reports: global values, the same on every device.
+
+    Attributes:
+
+    - `loss`: the mean before the step.
+    - `grad_norm`: of the whole gradient, before clipping.
+    - `aux`: the loss function's metrics.
+    """
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    aux: Any
+
+
+def train_state(model: Sharded, tx: optax.GradientTransformation) -> TrainState:
+    """The state before the first step; the optimizer's state is born sharded.
+
+    Arguments:
+
+    - `model`: what `fully_shard` returned; with `abstract=True` the state is abstract too.
+    - `tx`: an optax transformation.
+    """
+    replicated = model.structure.replicated
+    shapes = jax.eval_shape(tx.init, model.params)
+    targets = shardings(shapes, replicated)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model.params)):
+        step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+        described = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, targets)
+        return TrainState(step, model, described)
+    opt_state = jax.jit(tx.init, out_shardings=targets)(model.params)
+    return TrainState(jnp.zeros((), jnp.int32, device=replicated), model, opt_state)
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    max_norm: float | None = None,
+    replicate_batch: bool = False,
+    donate: bool = True,
+) -> "TrainStep":
+    """Makes the jitted training step.
+
+    Arguments:
+
+    - `loss_fn`, `has_aux`, `replicate_batch`: see `value_and_grad`.
+    - `tx`: an element-wise optax transformation, as given to `train_state`.
+    - `max_norm`: the global norm above which gradients are scaled down to it. It costs no collective of its own;
+      `optax.clip_by_global_norm` works as well.
+    - `donate`: whether the step may reuse the old state's memory, which is gone then.
+
+    Returns: a function `(state, batch) -> (state, metrics)`, compiled at its first call.
+
+    Raises: `ValueError` if `max_norm` is not positive.
+    """
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"train_step: max_norm: got {max_norm}; want a positive number; pass None for no clipping")
+    gradient = value_and_grad(loss_fn, has_aux=has_aux, replicate_batch=replicate_batch)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        value, grads = gradient(state.model, batch)
+        if max_norm is not None:
+            scale = jnp.where(value.grad_norm < max_norm, 1.0, max_norm / value.grad_norm)
+            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        updates, opt_state = tx.update(grads, state.opt_state, state.model.params)
+        params = optax.apply_updates(state.model.params, updates)
+        new = TrainState(state.step + 1, dataclasses.replace(value.model, params=params), opt_state)
+        return new, Metrics(value.loss, value.grad_norm, value.aux)
+
+    return TrainStep(step, replicate_batch, donate)
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A jitted training step; made by `train_step`."""
+
+    step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    replicate_batch: bool
+    donate: bool
+    _jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Does one step.
+
+        Arguments:
+
+        - `state`: from `train_state` or the step before; gone afterwards if donated.
+        - `batch`: the global batch, rows on dim 0; NumPy arrays are cut and sent to the devices.
+
+        Raises: `ValueError` that names every leaf whose rows do not divide by the devices of the axis.
+        """
+        return self.jitted(state)(state, self._place(state, batch))
+
+    def lower(self, state: TrainState, batch: Any) -> Any:
+        """Lowers the step for these arguments, abstract ones included: `.compile().as_text()` is the program."""
+        return self.jitted(state).lower(state, self._place(state, batch))
+
+    def jitted(self, state: TrainState) -> Any:
+        """The `jax.jit` of the step for states of this structure."""
+        if not isinstance(state, TrainState):
+            raise TypeError(f"train_step: got {type(state).__name__}; want a TrainState; make one with vs.train_state")
+        structure = jax.tree.structure(state)
+        if structure not in self._jitted:
+            # Outputs lie as the inputs do: donated memory fits, and the next step finds what it was compiled for.
+            replicated = state.model.structure.replicated
+            self._jitted[structure] = jax.jit(
+                self.step,
+                donate_argnums=(0,) if self.donate else (),
+                out_shardings=(shardings(state, replicated), replicated),
+            )
+        return self._jitted[structure]
+
+    def _place(self, state: TrainState, batch: Any) -> Any:
+        structure = state.model.structure
+        return place(batch, structure.mesh, structure.axis, replicate=self.replicate_batch, what="train_step")
