@@ -7,11 +7,13 @@ temperature, a random key) go to every device whole.
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from vescale_planner import Faults
 
-from ._forms import path_name
+from ._form import path_name
 
 
 def batch_specs(batch: Any, axis: str, replicate: bool) -> Any:
@@ -47,10 +49,10 @@ def place(batch: Any, mesh: Mesh, axis: str, *, replicate: bool, what: str) -> A
         if not hasattr(leaf, "shape") and not isinstance(leaf, bool | int | float | complex):
             got = f"a leaf of type {type(leaf).__name__}"
             types.add(name, got=got, want="an array", change="convert it or leave it out")
-        elif not replicate and np.ndim(leaf) and np.shape(leaf)[0] % n:
+        elif not replicate and (shape := tuple[int, ...](np.shape(leaf))) and shape[0] % n:
             rows.add(
                 name,
-                got=f"{np.shape(leaf)[0]} rows, shape {np.shape(leaf)}",
+                got=f"{shape[0]} rows, shape {shape}",
                 want=f"a multiple of {n}, the devices of axis {axis!r}",
                 change="fill up with rows that count nothing (vs.Mean), or pass replicate_batch=True",
             )

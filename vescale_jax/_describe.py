@@ -1,7 +1,7 @@
 """describe: what a sharded model costs, before or after it is built.
 
-Comes in: a `Sharded` model, concrete or abstract. Goes out: a `Description`, numbers by unit and group; printed, it is a
-table. Bytes are those of one device unless said otherwise.
+Comes in: a `Sharded` model, concrete or abstract. Goes out: a `Description`, numbers by unit and group; printed, it
+is a table. Bytes are those of one device unless said otherwise.
 """
 
 from dataclasses import dataclass
@@ -133,7 +133,7 @@ class Description:
             f"{self.parameters:,} parameters over {self.num_shards} devices of axis {self.axis!r}, mesh {self.mesh}: "
             f"{_bytes(self.shard_bytes)} a device, padding {self.padding_ratio:.2%}, at most "
             f"{_bytes(self.largest_gathered_bytes)} gathered in a unit, {_bytes(self.replicated_bytes)} replicated. "
-            f"A step: {self.all_gathers} all-gathers, {self.reduce_scatters} reduce-scatters, 1 all-reduce (loss, norm)."
+            f"A step: {self.all_gathers} all-gathers, {self.reduce_scatters} reduce-scatters, 1 all-reduce."
         )
 
 

@@ -12,11 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen
 from jax.sharding import Mesh
+
 from vescale_layouts import DBuffer
 from vescale_planner import Block, Elements, Faults
 
-from ._forms import Parts, builder, split_model
+from ._form import Parts
+from ._forms import builder, split_model
 from ._groups import Unit, each_group, gathered_dtype, make_groups, stored_dtype
 from ._init import Recipe, fill
 from ._policy import MixedPrecisionPolicy
@@ -42,9 +45,9 @@ def fully_shard(
 ) -> Sharded:
     """Shards a model's parameters over one axis of a mesh, in blocks that stay whole.
 
-    The model's code is not changed: inside the loss it is the same module with whole parameters. If a function is given,
-    it is traced once, and parameters are computed unit by unit and kept in shards; the whole model never exists. The
-    values are the same on every mesh.
+    The model's code is not changed: inside the loss it is the same module with whole parameters. If a function is
+    given, it is traced once, and parameters are computed unit by unit and kept in shards; the whole model never
+    exists. The values are the same on every mesh.
 
     Arguments:
 
@@ -77,9 +80,7 @@ def fully_shard(
     build = builder(model, params, rngs or {})
     traced = _trace(build) if build else None
     parts, form = (traced[0], traced[1]) if traced else split_model(model, params, rngs or {})
-    planned = _plan_units(
-        parts, mesh, axis, units, max_unit_bytes, blocks, trainable, policy, reshard_after_forward
-    )
+    planned = _plan_units(parts, mesh, axis, units, max_unit_bytes, blocks, trainable, policy, reshard_after_forward)
     structure = Structure(form=form, units=planned, mesh=mesh, axis=axis, policy=policy)
     if abstract:
         return _abstract(structure, parts)
@@ -94,12 +95,10 @@ def _axis(mesh: Mesh, axis: str | None) -> str:
         axis = names[0] if len(names) == 1 else "fsdp"
     if axis not in names:
         raise ValueError(f"fully_shard: axis: got {axis!r}; want one of the mesh's axes {names}; pass axis=...")
-    return axis
+    return str(axis)
 
 
 def _check_arguments(model: Any, params: Any, policy: Any) -> None:
-    from flax import linen
-
     if isinstance(model, linen.Module) != (params is not None):
         got = "no params" if params is None else f"params beside a {type(model).__name__}"
         raise TypeError(

@@ -1,8 +1,9 @@
 """value_and_grad and apply: the user's function on a sharded model.
 
-Comes in: a function of the model and a batch. Goes out: the same function of a sharded model and a global batch. It runs
-in `jax.shard_map`, manual over the shard axis: each device gathers the units, works on its rows, and leaves its part of
-every gradient to one reduce-scatter a unit. One small all-reduce carries loss, count, gradient norm and metrics.
+Comes in: a function of the model and a batch. Goes out: the same function of a sharded model and a global batch. It
+runs in `jax.shard_map`, manual over the shard axis: each device gathers the units, works on its rows, and leaves its
+part of every gradient to one reduce-scatter a unit. One small all-reduce carries loss, count, gradient norm and
+metrics.
 
 The sums are divided at the end: a device does not have to know the others' counts before it differentiates.
 """
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from vescale_layouts import reshard_policy
 
 from ._batch import batch_specs, place
-from ._inside import assemble, cast_floats, changed_leaves, own_keys
+from ._groups import each_group
+from ._inside import cast_floats, changed_leaves, gather_units, own_keys, reduce_units
 from ._loss import as_mean, finish_aux, is_mean, ratio, sum_over_devices
+from ._pullback import Tensors, value_and_pullback
 from ._sharded import Buffers, Sharded, Structure
 
 
@@ -92,8 +94,13 @@ def _local(
     rest = own_keys(rest, axis)
     batch = cast_floats(batch, policy.gather_dtype if policy.cast_inputs else None)
 
-    def total(params: Buffers) -> tuple[jax.Array, Any]:
-        model = assemble(structure, params, frozen, rest)
+    units, resharded = structure.units, [unit for unit in structure.units if unit.reshard_after_forward]
+    if structure.num_shards == 1:
+        resharded = []  # One shard is the whole buffer: there is nothing to free.
+    freed = {path for _, group in each_group(resharded) for path in group.paths}
+
+    def total(tensors: Tensors, others: Tensors, rest: tuple[Any, ...], batch: Any) -> tuple[jax.Array, Any]:
+        model = structure.form.inside({**tensors, **others}, rest)
         out = loss_fn(model, batch)
         loss, aux = _pair(out) if has_aux else (out, ())
         loss = as_mean(loss)
@@ -101,9 +108,14 @@ def _local(
         after = structure.form.rest_after(model, rest)
         return loss.total, (loss, cast_floats(aux, policy.output_dtype), changed_leaves(structure, rest, after))
 
-    if any(unit.reshard_after_forward for unit in structure.units):
-        total = jax.checkpoint(total, policy=reshard_policy, prevent_cse=False)
-    (_, (loss, aux, (floats, others))), grads = jax.value_and_grad(total, has_aux=True)(params)
+    tensors = gather_units(units, params, trainable=True)
+    others = gather_units(units, frozen, trainable=False)
+    value, (loss, aux, (floats, integers)), pull = value_and_pullback(total, freed, tensors, others, rest, batch)
+    # The second gathers wait for the end of the forward pass.
+    value, params, frozen = jax.lax.optimization_barrier((value, params, frozen))
+    tensors |= gather_units(resharded, params, trainable=True, again=True)
+    others |= gather_units(resharded, frozen, trainable=False, again=True)
+    grads = reduce_units(units, pull(jnp.ones_like(value), tensors, others, rest, batch))
     squares = sum(
         (jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32)))) for g in jax.tree.leaves(grads)),
         start=jnp.float32(0),
@@ -113,7 +125,7 @@ def _local(
     scale = jnp.where(loss.count == 0, 0, 1 / loss.count)
     grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
     norm = jnp.sqrt(squares) * jnp.abs(scale)
-    return (ratio(loss), norm, finish_aux(aux, structure.num_shards), floats | others), grads
+    return (ratio(loss), norm, finish_aux(aux, structure.num_shards), floats | integers), grads
 
 
 def apply(
@@ -139,7 +151,9 @@ def apply(
         def local(params: Buffers, frozen: Buffers, rest: tuple[Any, ...], batch: Any) -> Any:
             policy = structure.policy
             batch = cast_floats(batch, policy.gather_dtype if policy.cast_inputs else None)
-            out = fn(assemble(structure, params, frozen, own_keys(rest, structure.axis)), batch)
+            tensors = gather_units(structure.units, params, trainable=True)
+            tensors |= gather_units(structure.units, frozen, trainable=False)
+            out = fn(structure.form.inside(tensors, own_keys(rest, structure.axis)), batch)
             if not mean:
                 return cast_floats(out, policy.output_dtype)
             out = jax.tree.map(lambda m: as_mean(m) if is_mean(m) else m, out, is_leaf=is_mean)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
+
 from vescale_layouts import Layout
 from vescale_planner import Block, Faults, GroupPlan, TensorSpec, plan_group
 
@@ -126,7 +127,9 @@ def make_groups(
             Group(
                 name=f"{dtype}" if trains else f"{dtype}_frozen",
                 prefix=prefix,
-                layout=Layout(plan=_plan(tuple(specs), mesh.shape[axis], _alignment(dtype, gather)), mesh=mesh, axis=axis),
+                layout=Layout(
+                    plan=_plan(tuple(specs), mesh.shape[axis], _alignment(dtype, gather)), mesh=mesh, axis=axis
+                ),
                 dtype=dtype,
                 gather_dtype=gather,
                 reduce_dtype=jnp.dtype(reduce),
@@ -152,4 +155,3 @@ def each_group(units: Sequence[Unit]) -> Iterator[tuple[Unit, Group]]:
     for unit in units:
         for group in unit.groups:
             yield unit, group
-

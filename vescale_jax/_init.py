@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
+
 from vescale_layouts import DBuffer, pack
 
 from ._groups import Group
@@ -49,8 +51,9 @@ class Recipe:
         for i, eqn in enumerate(jaxpr.eqns):
             tiny = all(math.prod(getattr(v.aval, "shape", ())) <= _TINY for v in eqn.outvars)
             if tiny and all(isinstance(v, Literal) or v in known for v in eqn.invars):
-                piece = Slice.of(jaxpr, known, [eqn], [v for v in eqn.outvars if not isinstance(v, DropVar)])
-                known.update(zip(piece.jaxpr.outvars, piece(*piece.values), strict=True))
+                outputs = [v for v in eqn.outvars if not isinstance(v, DropVar)]
+                piece = Slice.of(jaxpr, known, [eqn], outputs)
+                known.update(zip(outputs, piece(*piece.values), strict=True))
             else:
                 producers.update((v, i) for v in eqn.outvars)
         return cls(jaxpr, known, producers)
@@ -82,11 +85,11 @@ class Slice:
     values: list[Any]
 
     @classmethod
-    def of(cls, whole: Jaxpr, known: dict[Var, Any], eqns: list[JaxprEqn], outputs: list[Var | Literal]) -> "Slice":
+    def of(cls, whole: Jaxpr, known: dict[Var, Any], eqns: list[JaxprEqn], outputs: Sequence[Var | Literal]) -> "Slice":
         """Cuts some equations out of a computation; what is known becomes an input."""
-        atoms = [v for eqn in eqns for v in eqn.invars] + outputs
+        atoms = [v for eqn in eqns for v in eqn.invars] + list(outputs)
         inputs = list(dict.fromkeys(v for v in atoms if isinstance(v, Var) and v in known))
-        jaxpr = whole.replace(constvars=[], invars=inputs, eqns=eqns, outvars=outputs)
+        jaxpr = whole.replace(constvars=[], invars=inputs, eqns=eqns, outvars=list(outputs))
         return cls(jaxpr, [known[v] for v in inputs])
 
     def __call__(self, *values: Any) -> list[Any]:
@@ -105,9 +108,7 @@ class Slice:
         return (*lines, tuple(_name(number, v) for v in self.jaxpr.outvars))
 
 
-def fill(
-    slices: Sequence[tuple[Group, Slice]], compiled: dict[Any, Callable[..., Any]] | None = None
-) -> list[DBuffer]:
+def fill(slices: Sequence[tuple[Group, Slice]], compiled: dict[Any, Callable[..., Any]] | None = None) -> list[DBuffer]:
     """Makes the buffers of groups, one after the other.
 
     Arguments:

@@ -60,7 +60,7 @@ def is_mean(node: Any) -> bool:
 
 
 def ratio(mean: Mean) -> jax.Array:
-    """total / count, and 0 where nothing was counted."""
+    """Total / count, and 0 where nothing was counted."""
     return mean.total / jnp.where(mean.count == 0, 1, mean.count)
 
 

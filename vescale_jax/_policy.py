@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
 from vescale_planner import Faults
 
 
@@ -54,6 +55,8 @@ class MixedPrecisionPolicy:
                 faults.add(field.name, got=repr(value), want="a dtype", change="pass one such as jnp.bfloat16")
                 continue
             if not jnp.issubdtype(dtype, jnp.floating):
-                faults.add(field.name, got=str(dtype), want="a floating-point dtype", change="pass jnp.bfloat16 or None")
+                faults.add(
+                    field.name, got=str(dtype), want="a floating-point dtype", change="pass jnp.bfloat16 or None"
+                )
             object.__setattr__(self, field.name, dtype)
         faults.raise_if_any()

@@ -18,8 +18,8 @@ matches counts; or a function of the name (and, where it is said, of more) that 
 
 
 def resolve(
-    rule: Any, names: Mapping[str, tuple[Any, ...]] | Iterable[str], *, argument: str, default: T, faults: Faults
-) -> dict[str, T]:
+    rule: Any, names: Mapping[str, tuple[Any, ...]] | Iterable[str], *, argument: str, default: Any, faults: Faults
+) -> dict[str, Any]:
     """Applies a rule to names.
 
     Arguments:
@@ -32,13 +32,13 @@ def resolve(
 
     Returns: the value for every name, in the order of `names`.
     """
-    extras = names if isinstance(names, Mapping) else {name: () for name in names}
+    extras = names if isinstance(names, Mapping) else dict.fromkeys(names, ())
     if callable(rule) and not isinstance(rule, type):
         return {name: rule(name, *extra) for name, extra in extras.items()}
     if not isinstance(rule, Mapping):
-        return {name: rule for name in extras}
+        return dict.fromkeys(extras, rule)
     used: set[str] = set()
-    found: dict[str, T] = {}
+    found: dict[str, Any] = {}
     for name in extras:
         matching = [pattern for pattern in rule if fnmatchcase(name, pattern)]
         used.update(matching)

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from vescale_layouts import DBuffer
 
-from ._forms import Form
+from ._form import Form
 from ._groups import Unit, each_group
 from ._policy import MixedPrecisionPolicy
 

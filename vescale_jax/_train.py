@@ -1,8 +1,8 @@
 """The training step: gradients on shards, clipping, an optax update, and everything donated.
 
-Comes in: a loss function of the user's model, an optax transformation. Goes out: one jitted step. The optimizer works on
-the flat buffers, one array a group: any element-wise optax transformation runs unchanged. It is traced over the whole
-buffers, so what it reduces over them (a global norm) is global; XLA cuts its element-wise work into shards.
+Comes in: a loss function of the user's model, an optax transformation. Goes out: one jitted step. The optimizer works
+on the flat buffers, one array a group: any element-wise optax transformation runs unchanged. It is traced over the
+whole buffers, so what it reduces over them (a global norm) is global; XLA cuts its element-wise work into shards.
 """
 
 import dataclasses
@@ -20,21 +20,19 @@ from ._gradient import value_and_grad
 from ._sharded import Sharded, shardings
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["step", "model", "opt_state"], meta_fields=[]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "model", "opt_state"], meta_fields=[])
 @dataclass(frozen=True)
 class TrainState:
     """Everything that a step changes.
 
     Attributes:
 
-    - `step`: steps done, int32.
+    - `step`: steps done, an int32 scalar.
     - `model`: the sharded model.
     - `opt_state`: the optimizer's state; what has the buffers' size is sharded as they are.
     """
 
-    step: jax.Array
+    step: Any
     model: Sharded
     opt_state: Any
 
@@ -101,12 +99,14 @@ def train_step(
     gradient = value_and_grad(loss_fn, has_aux=has_aux, replicate_batch=replicate_batch)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        grads: Any
+        params: Any = state.model.params
         value, grads = gradient(state.model, batch)
         if max_norm is not None:
             scale = jnp.where(value.grad_norm < max_norm, 1.0, max_norm / value.grad_norm)
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-        updates, opt_state = tx.update(grads, state.opt_state, state.model.params)
-        params = optax.apply_updates(state.model.params, updates)
+        updates, opt_state = tx.update(grads, state.opt_state, params)
+        params = optax.apply_updates(params, updates)
         new = TrainState(state.step + 1, dataclasses.replace(value.model, params=params), opt_state)
         return new, Metrics(value.loss, value.grad_norm, value.aux)
 

@@ -80,7 +80,7 @@ def _layers(paths: Sequence[str]) -> dict[str, str | None]:
                 family = "/".join([*parts[:i], stem])
                 numbered[family].add(number)
                 found.setdefault(path, []).append((family, "/".join(parts[: i + 1])))
-    owners: dict[str, str | None] = {path: None for path in paths}
+    owners: dict[str, str | None] = dict.fromkeys(paths)
     for path, candidates in found.items():
         for family, unit in candidates:
             # One `Block_0` alone is a module that linen numbered, not a list; a list of one layer is still a list.
@@ -92,9 +92,11 @@ def _layers(paths: Sequence[str]) -> dict[str, str | None]:
 
 def _prefixes(paths: Sequence[str], patterns: Sequence[str], faults: Faults) -> dict[str, str | None]:
     if isinstance(patterns, str):
-        faults.add("units", got=f"the string {patterns!r}", want="a sequence of patterns", change=f"pass ({patterns!r},)")
+        faults.add(
+            "units", got=f"the string {patterns!r}", want="a sequence of patterns", change=f"pass ({patterns!r},)"
+        )
         patterns = (patterns,)
-    owners: dict[str, str | None] = {path: None for path in paths}
+    owners: dict[str, str | None] = dict.fromkeys(paths)
     used: set[str] = set()
     for path in paths:
         parts = path.split("/")

@@ -2,7 +2,6 @@
 
 from ._collectives import gather as gather
 from ._collectives import reduce_scatter as reduce_scatter
-from ._collectives import reshard_policy as reshard_policy
 from ._dbuffer import DBuffer as DBuffer
 from ._layout import Layout as Layout
 from ._layout import Location as Location

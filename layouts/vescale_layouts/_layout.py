@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from vescale_planner import GroupPlan
 
 from ._ragged import RaggedShard

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
+
 from vescale_planner import Faults, GroupPlan
 
 

@@ -1,0 +1,69 @@
+"""Form: what the library needs to know of a model, whether nnx, linen or a bare pytree.
+
+A model is taken apart into `Parts`, the parameters by path and the rest as a flat tuple; its `Form` is the static
+recipe that puts both together again, inside the loss as well as at the end. Only parameters are sharded. The rest
+(batch statistics, random keys, counters, tables) stays whole on every device.
+
+Three files hold one form each: `_nnx_form`, `_linen_form` and `_tree_form`. Nothing else knows which one it has.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+Leaf = Any
+"""An array, or a `jax.ShapeDtypeStruct` where only shapes are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model taken apart.
+
+    Attributes:
+
+    - `params`: parameters by path, such as `"layers/0/attention/query/kernel"`.
+    - `rest`: leaves of everything else, in the form's order.
+    """
+
+    params: dict[str, Leaf]
+    rest: tuple[Leaf, ...]
+
+
+@runtime_checkable
+class Form(Protocol):
+    """How a model is put together from its parts."""
+
+    @property
+    def rest_paths(self) -> tuple[str, ...]:
+        """Paths of the leaves of the rest."""
+        ...
+
+    def inside(self, params: Mapping[str, Leaf], rest: tuple[Leaf, ...]) -> Any:
+        """What the user's loss function is given: called while the step is traced."""
+        ...
+
+    def rest_after(self, model: Any, rest: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
+        """The rest after the loss function has used what `inside` returned."""
+        ...
+
+    def whole(self, params: Mapping[str, Leaf], rest: tuple[Leaf, ...]) -> Any:
+        """The model as the user gave it, with whole parameters."""
+        ...
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A key path as text: `layers/0/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array with or without values."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed random keys."""
+    return is_array(leaf) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

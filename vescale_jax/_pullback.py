@@ -1,0 +1,160 @@
+"""Pullback: reverse-mode differentiation that frees the gathered parameters between forward and backward.
+
+Comes in: a loss of whole parameters. Goes out: its value, and a pullback that is given the parameters once more.
+
+`jax.vjp` keeps for the backward pass whatever that needs: activations, but also parameters, and what the model made of
+parameters alone (a transposed embedding, a cast, a merged adapter). So the forward pass is traced first, and its
+residuals are sorted by what they were computed from: those of freed parameters, and of nothing that depends on the
+batch, are not kept but computed again in the backward pass, from parameters that are gathered again. Everything else is
+kept, as without resharding. `jax.checkpoint` with a policy cannot say this: it decides by the kind of an equation, not
+by what flows into it.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.core
+from jax.extend.core import Jaxpr, Literal, Var
+from jax.interpreters import partial_eval
+
+Tensors = dict[str, jax.Array]
+"""Parameters by path, whole, in the gathered dtype."""
+
+
+@dataclass(frozen=True)
+class Pullback:
+    """The backward half of a loss.
+
+    Attributes:
+
+    - `kept`: residuals that stay alive; None stands for one that is computed again.
+    - `recompute`: computes those, of the forward pass's inputs that `inputs` selects.
+    - `consts`: what the forward pass closed over; they come before its arguments.
+    - `restore`: makes the linear backward function of all residuals.
+    """
+
+    kept: tuple[Any, ...]
+    recompute: Jaxpr
+    inputs: tuple[bool, ...]
+    consts: tuple[Any, ...]
+    restore: Callable[[list[Any]], Callable[[Any], tuple[Tensors]]]
+
+    def __call__(self, cotangent: jax.Array, params: Tensors, frozen: Tensors, rest: Any, batch: Any) -> Tensors:
+        """Pulls the loss's cotangent back to the parameters.
+
+        Arguments:
+
+        - `cotangent`: of the loss, a scalar.
+        - the others: as given to `value_and_pullback`, with freed parameters gathered again.
+        """
+        operands = [*self.consts, *jax.tree.leaves((params, frozen, rest, batch))]
+        chosen = [value for value, use in zip(operands, self.inputs, strict=True) if use]
+        again = iter(jax.core.eval_jaxpr(self.recompute, (), *chosen))
+        residuals = [next(again) if value is None else value for value in self.kept]
+        return self.restore(residuals)(cotangent)[0]
+
+
+def value_and_pullback(
+    fn: Callable[[Tensors, Tensors, Any, Any], tuple[jax.Array, Any]],
+    freed: Collection[str],
+    params: Tensors,
+    frozen: Tensors,
+    rest: Any,
+    batch: Any,
+) -> tuple[jax.Array, Any, Pullback]:
+    """Evaluates a loss and prepares its backward pass.
+
+    Arguments:
+
+    - `fn`: a function of the next four that returns the loss, a scalar, and anything else.
+    - `freed`: paths of the parameters that are freed after the forward pass.
+    - `params`: what is differentiated for.
+    - `frozen`: parameters without gradient.
+    - `rest`, `batch`: pytrees of arrays.
+
+    Returns: the loss, what else `fn` returned, and the pullback.
+    """
+    made: list[_Leaves] = []
+
+    def forward(*operands: Any) -> tuple[Any, list[jax.Array]]:
+        total, pull, aux = jax.vjp(lambda p: fn(p, *operands[1:]), operands[0], has_aux=True)
+        made.append(_Leaves.of(pull))
+        return (total, aux), made[-1].arrays(pull)
+
+    operands = (params, frozen, rest, batch)
+    closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*operands)
+    outputs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(operands))
+    results = jax.tree.structure(shapes[0])
+    total, aux = jax.tree.unflatten(results, outputs[: results.num_leaves])
+    residuals = outputs[results.num_leaves :]
+
+    consts = tuple(closed.consts)
+    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
+    origins = [_NOTHING] * len(consts) + _origins(freed, operands)
+    again = [origin == _FREED for origin in _propagate(jaxpr, origins)[results.num_leaves :]]
+    recompute, used = partial_eval.dce_jaxpr(jaxpr, [False] * results.num_leaves + again)
+    kept = tuple(None if free else value for value, free in zip(residuals, again, strict=True))
+    return total, aux, Pullback(kept, recompute, tuple(used), consts, made[-1].restore)
+
+
+@dataclass(frozen=True)
+class _Leaves:
+    """Which leaves of a pullback are arrays; others are static marks, such as of arguments it does not need."""
+
+    treedef: Any
+    marks: tuple[Any, ...]
+    is_array: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, pull: Any) -> "_Leaves":
+        leaves, treedef = jax.tree.flatten(pull)
+        is_array = tuple(isinstance(leaf, jax.Array) for leaf in leaves)
+        marks = tuple(None if array else leaf for leaf, array in zip(leaves, is_array, strict=True))
+        return cls(treedef, marks, is_array)
+
+    def arrays(self, pull: Any) -> list[jax.Array]:
+        return [leaf for leaf, array in zip(jax.tree.leaves(pull), self.is_array, strict=True) if array]
+
+    def restore(self, arrays: list[jax.Array]) -> Any:
+        values = iter(arrays)
+        leaves = [next(values) if array else mark for mark, array in zip(self.marks, self.is_array, strict=True)]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+# What a value was computed from: bits, joined by or. Constants are made of nothing.
+_NOTHING, _FREED, _BATCH = 0, 1, 2
+
+
+def _origins(freed: Collection[str], operands: tuple[Tensors, Tensors, Any, Any]) -> list[int]:
+    """The origin of every leaf. Kept parameters and the rest are alive anyway: they count as nothing."""
+    params, frozen, rest, batch = operands
+    marked = [{path: _FREED if path in freed else _NOTHING for path in tensors} for tensors in (params, frozen)]
+    tree = (*marked, jax.tree.map(lambda _: _NOTHING, rest), jax.tree.map(lambda _: _BATCH, batch))
+    return jax.tree.leaves(tree)
+
+
+def _propagate(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
+    """The origin of every output of a computation."""
+    origin: dict[Var, int] = dict.fromkeys(jaxpr.constvars, _NOTHING)
+    origin.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(v: Any) -> int:
+        return _NOTHING if isinstance(v, Literal) else origin[v]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(v) for v in eqn.invars]
+        if set(operands) - {_NOTHING} and eqn.primitive.name in _CALLS:
+            # A jitted function may hand on both what it made of parameters and what it made of the batch.
+            results = _propagate(eqn.params["jaxpr"].jaxpr, operands)
+        else:
+            joined = functools.reduce(operator.or_, operands, _NOTHING)
+            results = [joined] * len(eqn.outvars)
+        origin.update(zip(eqn.outvars, results, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+_CALLS = frozenset(["jit", "pjit"])
