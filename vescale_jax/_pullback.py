@@ -21,6 +21,8 @@ import jax.core
 from jax.extend.core import Jaxpr, Literal, Var
 from jax.interpreters import partial_eval
 
+from ._dots import untranspose
+
 Tensors = dict[str, jax.Array]
 """Parameters by path, whole, in the gathered dtype."""
 
@@ -55,7 +57,10 @@ class Pullback:
         chosen = [value for value, use in zip(operands, self.inputs, strict=True) if use]
         again = iter(jax.core.eval_jaxpr(self.recompute, (), *chosen))
         residuals = [next(again) if value is None else value for value in self.kept]
-        return self.restore(residuals)(cotangent)[0]
+        # Traced once more, so that it can be rewritten before it runs.
+        closed, (shapes,) = jax.make_jaxpr(self.restore(residuals), return_shape=True)(cotangent)
+        grads = jax.core.eval_jaxpr(untranspose(closed.jaxpr), closed.consts, cotangent)
+        return jax.tree.unflatten(jax.tree.structure(shapes), grads)
 
 
 def value_and_pullback(

@@ -96,9 +96,8 @@ class DBuffer:
             whole = np.asarray(data.addressable_data(0))
             shards = [whole[k * plan.shard_size : (k + 1) * plan.shard_size] for k in range(plan.num_shards)]
         else:
-            size = max(plan.shard_size, 1)
-            by_start = {(s.index[0].start or 0) // size: s.data for s in data.addressable_shards}
-            shards = [by_start[k] for k in range(plan.num_shards)]
+            by_start = {s.index[0].start or 0: s.data for s in data.addressable_shards}
+            shards = [by_start[k * plan.shard_size] for k in range(plan.num_shards)]
         pieces: dict[str, list[np.ndarray]] = {name: [] for name in plan.slots}
         for k, shard in enumerate(shards):
             local: np.ndarray | None = None

@@ -10,6 +10,9 @@ inside a tensor and as little as possible between. The problem and the idea are 
 2602.22437).
 """
 
+from ._advice import Advice as Advice
+from ._advice import advise as advise
+from ._beside import part_of as part_of
 from ._blocks import Block as Block
 from ._blocks import Elements as Elements
 from ._blocks import Rows as Rows
@@ -25,7 +28,10 @@ from ._plan import GroupPlan as GroupPlan
 from ._plan import LowerBound as LowerBound
 from ._plan import Piece as Piece
 from ._plan import Slot as Slot
+from ._savings import storage_savings as storage_savings
 from ._specs import TensorSpec as TensorSpec
 from ._storage import Storage as Storage
 from ._tiles import TileOrder as TileOrder
 from ._unit import plan_unit as plan_unit
+from ._units import cap_unit as cap_unit
+from ._units import keep_small_whole as keep_small_whole

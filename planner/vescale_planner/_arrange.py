@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ._bound import lower_bound
 from ._cuts import Cuts
 from ._orders import NAMED_ORDERS, Order, OrderSearch, named_order
-from ._place import place
+from ._place import Placing, place
 from ._plan import LowerBound
 from ._sizes import Budget, case_moduli, smallest_size
 from ._specs import TensorSpec
@@ -74,9 +74,17 @@ def arrange(
     if order == "search" and best_size > bound.shard_size:
         search = OrderSearch(slots, num_shards, Budget(int(search_seconds * PLACEMENTS_PER_SECOND)))
         moduli = case_moduli(slots, bound.shard_size, alignment)
-        found = smallest_size(search.fits, bound.shard_size, best_size, moduli)
+        found = smallest_size(search.fits, bound.shard_size, best_size, moduli, len(slots))
         if found is not None:
             (best_size, best_order), best_name = found, "search"
+        sizes = range(bound.shard_size, best_size, alignment)
+        if search.can_prove(len(sizes)):
+            for size in sizes:
+                indices = search.fits(size)
+                if indices is not None:
+                    best_size, best_order, best_name = size, indices, "search"
+                    break
+            bound = LowerBound(best_size, "all orders tried")
     offsets = place([slots[i] for i in best_order], best_size, best_size * num_shards)
     assert offsets is not None
     return Arrangement(slots, best_size, tuple(best_order), tuple(offsets), best_name, bound)
@@ -84,12 +92,13 @@ def arrange(
 
 def _size_of_order(slots: Sequence[Cuts], num_shards: int, alignment: int, low: int, below: int) -> int | None:
     """The smallest shard size in [low, below) found for a fixed order; None without one."""
+    placing = Placing(slots)
 
     def fits(shard_size: int) -> list[int] | None:
-        return place(slots, shard_size, shard_size * num_shards)
+        return placing.offsets(shard_size, shard_size * num_shards)
 
     moduli = case_moduli(slots, low, alignment)
-    found = smallest_size(fits, low, below, moduli)
+    found = smallest_size(fits, low, below, moduli, len(slots))
     best = below if found is None else found[0]
     if (best - low) // alignment * len(slots) <= _DENSE:
         for size in range(low, best, alignment):

@@ -37,9 +37,10 @@ class Cuts:
     @staticmethod
     def periodic(size: int, granularity: int, period: int) -> "Cuts":
         """Cuts at multiples of `granularity` counted afresh from every multiple of `period`."""
+        granularity = min(granularity, period)
         if period >= size or period % granularity == 0:
             return Cuts.uniform(size, granularity)
-        return Cuts(size, min(granularity, period), period)
+        return Cuts(size, granularity, period)
 
     @property
     def is_uniform(self) -> bool:
@@ -101,7 +102,9 @@ def _first_periodic_start(cursor: int, size: int, granularity: int, period: int,
 def _longest_head(room: int, size: int, granularity: int, period: int, shard_size: int) -> int:
     """The longest head of at most `room` elements for which every later boundary is a cut too; 0 when there is none.
 
-    Heads that differ by a period meet the same cuts, so one period of candidates decides.
+    Heads that differ by a period meet the same cuts, so one period of candidates decides. Where a boundary misses a
+    cut, all shorter heads of the same period make it miss by as much until it falls into the period before: they are
+    skipped.
     """
     head = room - room % period % granularity
     shortest = max(head - period, 0)
@@ -113,5 +116,6 @@ def _longest_head(room: int, size: int, granularity: int, period: int, shard_siz
             position += shard_size
         if position >= size:
             return head
-        head = head - 1 - (head - 1) % period % granularity
+        back = 1 + min(position % period, head % period)
+        head = head - back - (head - back) % period % granularity
     return 0

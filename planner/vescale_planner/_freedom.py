@@ -5,9 +5,10 @@ costs memory and wire, a tiled tensor costs a copy when it is unpacked, and a tr
 chosen has the smallest *score*: padding beyond `max_padding` first, then padding plus `copy_weight` times the copied
 elements.
 
-The idea: tensors of equal shape and block are one kind, so there are few choices. For every set of kinds that are tiled,
-the others take the orientations whose granularities share the smallest common multiple. The lower bound on the shard size
-gives each combination, in microseconds, the score to hope for, so only promising ones are planned, the best first.
+The idea: tensors of equal shape and block are one kind, so there are few choices. For every set of kinds that are
+tiled, the others take the orientations whose granularities share the smallest common multiple. The lower bound on the
+shard size gives each combination, in microseconds, the score to hope for, so only promising ones are planned, the best
+first.
 """
 
 import math
@@ -27,8 +28,8 @@ Kind = tuple[tuple[int, ...], Block]
 Choice = dict[Kind, Storage]
 Planned = TypeVar("Planned")
 
-_MOST_MASKS = 8
-"""Kinds of which every set is tried as the tiled ones; of more, only sets of the smallest."""
+_MOST_LOOKS = 5000
+"""Slots of different kinds that are looked at, over all combinations."""
 
 _MOST_IN_VAIN = 6
 """Combinations that are planned in a row without a better score, before the search ends."""
@@ -40,16 +41,16 @@ class Price:
 
     Attributes:
 
-    - `max_padding`: padding over elements that is bearable; beyond it, padding comes before everything else.
+    - `bearable`: padding that is bearable; beyond it, padding comes before everything else. Elements.
     - `copy_weight`: padded elements that are as bad as one copied element.
     """
 
-    max_padding: float
+    bearable: float
     copy_weight: float
 
-    def score(self, elements: int, padding: int, copied: int) -> tuple[float, float]:
-        """Smaller is better; all arguments in elements."""
-        return max(padding - self.max_padding * elements, 0.0), padding + self.copy_weight * copied
+    def score(self, padding: int, copied: int) -> tuple[float, float]:
+        """Smaller is better; both arguments in elements."""
+        return max(padding - self.bearable, 0.0), padding + self.copy_weight * copied
 
 
 def choose_storage(
@@ -70,21 +71,10 @@ def choose_storage(
     counts = Counter((spec.shape, spec.block) for spec in specs)
     elements = sum(spec.size for spec in specs)
     best_score, best = (math.inf, math.inf), None
-    low = elements // num_shards
-    candidates = sorted(
-        ((_hoped(counts, choice, num_shards, alignment, price), i, choice) for i, choice in enumerate(_choices(counts, low))),
-        key=lambda candidate: candidate[:2],
-    )
-    # Choices that differ only in tensors shorter than a shard come out alike: one of each sort goes first.
-    seen: set[tuple[int, ...]] = set()
-    repeated: list[bool] = []
-    for _, _, choice in candidates:
-        moduli = tuple(cuts_of(*kind, choice[kind]).modulus for kind in counts if math.prod(kind[0]) > low)
-        repeated.append(moduli in seen)
-        seen.add(moduli)
-    candidates = [candidates[i] for i in sorted(range(len(candidates)), key=repeated.__getitem__)]
     in_vain = 0
-    for hoped, _, choice in candidates:
+    for hoped, choice in _one_of_each_sort_first(
+        _promising(counts, num_shards, alignment, price), elements // num_shards
+    ):
         if hoped >= best_score:
             continue
         if in_vain == _MOST_IN_VAIN:
@@ -92,11 +82,47 @@ def choose_storage(
         in_vain += 1
         storages: list[Storage] = [choice[spec.shape, spec.block] for spec in specs]
         shard_size, planned = plan(storages)
-        score = price.score(elements, shard_size * num_shards - elements, _copied(counts, choice))
+        score = price.score(shard_size * num_shards - elements, _copied(counts, choice))
         if score < best_score:
             best_score, best, in_vain = score, (storages, planned), 0
     assert best is not None
     return best
+
+
+def hope(
+    specs: Sequence[TensorSpec], num_shards: int, alignment: int, price: Price, is_free: bool
+) -> tuple[float, float]:
+    """The score that a plan of these tensors can hope for, in microseconds for few kinds of tensors."""
+    counts = Counter((spec.shape, spec.block) for spec in specs)
+    if is_free:
+        return _promising(counts, num_shards, alignment, price)[0][0]
+    return _hoped(counts, dict.fromkeys(counts, "row_major"), num_shards, alignment, price)
+
+
+def _promising(
+    counts: Mapping[Kind, int], num_shards: int, alignment: int, price: Price
+) -> list[tuple[tuple[float, float], Choice]]:
+    """Combinations of storage orders with the score to hope for, best first."""
+    low = sum(math.prod(shape) * count for (shape, _), count in counts.items()) // num_shards
+    hoped = [(_hoped(counts, choice, num_shards, alignment, price), choice) for choice in _choices(counts, low)]
+    return sorted(hoped, key=lambda candidate: candidate[0])
+
+
+def _one_of_each_sort_first(
+    candidates: Sequence[tuple[tuple[float, float], Choice]], low: int
+) -> list[tuple[tuple[float, float], Choice]]:
+    """The same candidates; those that repeat the moduli of an earlier one go last.
+
+    Choices that differ only in tensors of at most `low` elements, which cannot cover a shard, come out alike.
+    """
+    seen: set[tuple[int, ...]] = set()
+    first: list[tuple[tuple[float, float], Choice]] = []
+    later: list[tuple[tuple[float, float], Choice]] = []
+    for hoped, choice in candidates:
+        moduli = tuple(cuts_of(*kind, order).modulus for kind, order in choice.items() if math.prod(kind[0]) > low)
+        (later if moduli in seen else first).append((hoped, choice))
+        seen.add(moduli)
+    return first + later
 
 
 def _hoped(
@@ -110,7 +136,7 @@ def _hoped(
         slots[cuts if cuts.is_uniform else Cuts.uniform(cuts.size, cuts.period)] += count
     elements = sum(math.prod(shape) * count for (shape, _), count in counts.items())
     shard_size = lower_bound(slots, num_shards, alignment).shard_size
-    return price.score(elements, shard_size * num_shards - elements, _copied(counts, choice))
+    return price.score(shard_size * num_shards - elements, _copied(counts, choice))
 
 
 def _copied(counts: Mapping[Kind, int], choice: Choice) -> int:
@@ -119,18 +145,25 @@ def _copied(counts: Mapping[Kind, int], choice: Choice) -> int:
 
 
 def _choices(counts: Mapping[Kind, int], low: int) -> Iterator[Choice]:
-    """Combinations that are worth a look, without copies first; the very first is all row-major."""
+    """Combinations that are worth a look; the very first is all row-major.
+
+    Every set of the kinds that are longer than `low` elements, and so can cover a shard, is tried as the tiled ones;
+    then ever larger sets of all kinds, beginning with what weighs least.
+    """
     row_major: Choice = dict.fromkeys(counts, "row_major")
     yield row_major
     free = [kind for kind in counts if len(storage_choices(*kind)) > 1 and math.prod(kind[0])]
+    if not free:
+        return
     free.sort(key=lambda kind: math.prod(kind[0]) * counts[kind])
-    for mask in product((False, True), repeat=min(len(free), _MOST_MASKS)):
-        tiled: Choice = {kind: "tiled" for kind, is_tiled in zip(free, mask, strict=False) if is_tiled}
-        rest = [kind for kind in free if kind not in tiled]
-        for orientation in _orientations(rest, low):
+    affordable = max(_MOST_LOOKS // (2 * len(counts)), 2)
+    long = [kind for kind in free if math.prod(kind[0]) > low][: affordable.bit_length() - 1]
+    for mask in product((False, True), repeat=len(long)):
+        tiled: Choice = {kind: "tiled" for kind, is_tiled in zip(long, mask, strict=True) if is_tiled}
+        for orientation in _orientations([kind for kind in free if kind not in tiled], low):
             yield {**row_major, **tiled, **orientation}
-    for split in range(_MOST_MASKS + 1, len(free) + 1):
-        tiled = {kind: "tiled" for kind in free[:split]}
+    for split in range(len(free), 0, -max(1, len(free) // affordable)):
+        tiled = dict.fromkeys(free[:split], "tiled")
         for orientation in _orientations(free[split:], low):
             yield {**row_major, **tiled, **orientation}
 

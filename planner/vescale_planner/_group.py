@@ -61,7 +61,7 @@ def plan_group(
         return found.shard_size, found
 
     if storage == "free":
-        price = Price(max_padding, copy_weight)
+        price = Price(max_padding * sum(spec.size for spec in specs), copy_weight)
         storages, found = choose_storage(specs, num_shards, alignment, price, arranged)
     else:
         storages: list[Storage] = ["row_major"] * len(specs)

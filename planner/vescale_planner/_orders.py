@@ -24,11 +24,11 @@ Order = Literal["default", "block", "shape", "size", "search"]
 _MOST_STATES = 6000
 """Counts of placed kinds up to which the search is exact."""
 
-_KEYS: Mapping[str, Callable[[TensorSpec, Cuts], object]] = {
-    "default": lambda spec, cuts: 0,
-    "block": lambda spec, cuts: -cuts.granularity,
+_KEYS: Mapping[str, Callable[[TensorSpec, Cuts], tuple[int, ...]]] = {
+    "default": lambda spec, cuts: (),
+    "block": lambda spec, cuts: (-cuts.granularity,),
     "shape": lambda spec, cuts: tuple(-dim for dim in spec.shape),
-    "size": lambda spec, cuts: -cuts.size,
+    "size": lambda spec, cuts: (-cuts.size,),
 }
 
 NAMED_ORDERS = tuple(_KEYS)
@@ -38,7 +38,7 @@ NAMED_ORDERS = tuple(_KEYS)
 def named_order(name: str, specs: Sequence[TensorSpec], slots: Sequence[Cuts]) -> list[int]:
     """Indices of the tensors in one of the named orders; ties stay in model order."""
     key = _KEYS[name]
-    return sorted(range(len(specs)), key=lambda i: key(specs[i], slots[i]))  # type: ignore[reportArgumentType]
+    return sorted(range(len(specs)), key=lambda i: key(specs[i], slots[i]))
 
 
 class OrderSearch:
@@ -62,6 +62,7 @@ class OrderSearch:
         for group in self._members:
             self._states *= len(group) + 1
         self.exact = self._states <= _MOST_STATES
+        self._price = self._states * len(self._kinds) // 2
 
     def fits(self, shard_size: int) -> list[int] | None:
         """An order that ends within the buffer, as indices of slots; None when none was found."""
@@ -72,9 +73,13 @@ class OrderSearch:
         queues = [iter(group) for group in self._members]
         return [next(queues[kind]) for kind in sequence]
 
+    def can_prove(self, questions: int) -> bool:
+        """Whether the answers to so many questions will be proofs: an exact search, and a budget that lasts."""
+        return self.exact and questions * self._price < self._budget.left
+
     def _exact(self, shard_size: int, limit: int) -> list[int] | None:
         """The order with the smallest end, as kinds, by dynamic programming over counts."""
-        if not self._budget.spend(self._states * len(self._kinds) // 2):
+        if not self._budget.spend(self._price):
             return None
         kinds = [(c.size, c.granularity, c.period) for c in self._kinds]
         counts = [len(group) for group in self._members]

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from ._blocks import Tile
 from ._check import check_plan
 from ._cuts import Cuts
 from ._faults import Faults
 from ._specs import TensorSpec
 from ._storage import Storage, cuts_of, position_of
 from ._table import draw
+from ._tiles import TileOrder, matrices_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,13 @@ class Slot:
     def granularity(self) -> int:
         """Elements of the largest run that no shard boundary cuts."""
         return self.cuts.granularity
+
+    @property
+    def tile_order(self) -> TileOrder | None:
+        """Where each tile lies, for array code that unpacks tiled storage; None for the other storage orders."""
+        if self.storage != "tiled" or not isinstance(self.spec.block, Tile):
+            return None
+        return TileOrder.of(matrices_of(self.spec.shape), self.spec.block.rows, self.spec.block.cols)
 
     def position(self, index: tuple[int, ...]) -> int:
         """Position of the element at `index` of the tensor, from the start of the slot.

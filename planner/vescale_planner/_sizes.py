@@ -15,8 +15,8 @@ from ._cuts import Cuts
 
 Found = TypeVar("Found")
 
-_FEW = 24
-"""So many multiples are tried one by one, from below; more are halved."""
+_FEW = 4000
+"""Placed slots that may go into trying multiples one by one, from below; where there are more, halving is used."""
 
 _MOST_SETS = 48
 """LCMs that are tried at most."""
@@ -55,13 +55,22 @@ def case_moduli(slots: Iterable[Cuts], low: int, alignment: int) -> list[int]:
 
 
 def smallest_size(
-    fits: Callable[[int], Found | None], low: int, below: int, moduli: Sequence[int]
+    fits: Callable[[int], Found | None], low: int, below: int, moduli: Sequence[int], slots: int
 ) -> tuple[int, Found] | None:
-    """The smallest size in [low, below) that was found to fit, with the answer of `fits`; None without one."""
+    """The smallest size in [low, below) that was found to fit, with the answer of `fits`; None without one.
+
+    Arguments:
+
+    - `fits`: the question; anything but None means that the slots fit into shards of this size.
+    - `low`, `below`: sizes in between are tried; elements.
+    - `moduli`: only their multiples are tried.
+    - `slots`: how many slots the question places, which tells its price.
+    """
+    few = max(4, _FEW // max(slots, 1))
     best: tuple[int, Found] | None = None
     for modulus in moduli:
         first, last = -(-low // modulus), (below - 1) // modulus
-        found = _scan(fits, modulus, first, last) if last - first < _FEW else _halve(fits, modulus, first, last)
+        found = _scan(fits, modulus, first, last) if last - first < few else _halve(fits, modulus, first, last)
         if found is not None:
             best = found
             below = found[0]

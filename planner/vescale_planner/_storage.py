@@ -12,6 +12,7 @@ that is a multiple of them all. The paper (arXiv 2602.22437) stops there; we may
 """
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 from ._blocks import Block, Elements, Rows, Slab, Tile
@@ -32,6 +33,7 @@ def storage_choices(shape: tuple[int, ...], block: Block) -> tuple[Storage, ...]
     return ("row_major", "transposed", "tiled")
 
 
+@lru_cache(maxsize=4096)
 def cuts_of(shape: tuple[int, ...], block: Block, storage: Storage) -> Cuts:
     """The legal cuts of a tensor in one storage order."""
     size = math.prod(shape)
