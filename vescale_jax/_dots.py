@@ -39,7 +39,7 @@ def _exchanges(product: JaxprEqn, permutation: tuple[int, ...]) -> bool:
     """Whether a permutation of the product's dims puts those of the right side before those of the left."""
     (left, _), (batch, _) = product.params["dimension_numbers"]
     ndim = len(permutation)
-    free = product.invars[0].aval.ndim - len(left) - len(batch)
+    free = len(getattr(product.invars[0].aval, "shape", ())) - len(left) - len(batch)
     start = len(batch)
     return permutation == (*range(start), *range(start + free, ndim), *range(start, start + free))
 

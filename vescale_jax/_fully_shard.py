@@ -7,7 +7,7 @@ All mistakes of the arguments are found before anything is made, and reported to
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from vescale_planner import Block, Elements, Faults
 
 from ._form import Parts
 from ._forms import builder, split_model
-from ._groups import Unit, each_group, gathered_dtype, make_groups, stored_dtype
+from ._groups import Storage, Unit, each_group, gathered_dtype, make_groups, stored_dtype
 from ._init import Recipe, fill
 from ._policy import MixedPrecisionPolicy
 from ._rules import Rule, resolve
@@ -37,6 +37,7 @@ def fully_shard(
     units: UnitRule = None,
     max_unit_bytes: int | None = 2**30,
     blocks: Rule[Block] = Elements(1),
+    storage: Storage = "row_major",
     trainable: Rule[bool] = True,
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     reshard_after_forward: Rule[bool] = True,
@@ -63,6 +64,8 @@ def fully_shard(
       their own. None: no cap.
     - `blocks`: the piece of each parameter that is never cut, such as `Rows(32)`: one for all, by path pattern, or a
       function of path and `jax.ShapeDtypeStruct`.
+    - `storage`: `"free"` lets the planner store parameters with `Tile` blocks transposed or tile by tile, and a unit in
+      two buffers, where that saves padding; the model sees no difference.
     - `trainable`: which parameters have gradients and optimizer state, by path.
     - `policy`: the dtypes.
     - `reshard_after_forward`: whether the backward pass gathers again instead of keeping the whole parameters, by unit
@@ -80,7 +83,9 @@ def fully_shard(
     build = builder(model, params, rngs or {})
     traced = _trace(build) if build else None
     parts, form = (traced[0], traced[1]) if traced else split_model(model, params, rngs or {})
-    planned = _plan_units(parts, mesh, axis, units, max_unit_bytes, blocks, trainable, policy, reshard_after_forward)
+    planned = _plan_units(
+        parts, mesh, axis, units, max_unit_bytes, blocks, storage, trainable, policy, reshard_after_forward
+    )
     structure = Structure(form=form, units=planned, mesh=mesh, axis=axis, policy=policy)
     if abstract:
         return _abstract(structure, parts)
@@ -130,6 +135,7 @@ def _plan_units(
     units: UnitRule,
     max_unit_bytes: int | None,
     blocks: Any,
+    storage: Storage,
     trainable: Any,
     policy: MixedPrecisionPolicy,
     reshard: Any,
@@ -145,6 +151,10 @@ def _plan_units(
     trains = resolve(trainable, shapes, argument="trainable", default=True, faults=faults)
     members = assign(nbytes, units, max_unit_bytes, faults)
     reshards = resolve(reshard, members, argument="reshard_after_forward", default=True, faults=faults)
+    if storage not in get_args(Storage):
+        want = " or ".join(map(repr, get_args(Storage)))
+        faults.add("storage", got=repr(storage), want=want, change="pass one of these")
+        faults.raise_if_any()
     for argument, values in (("trainable", trains), ("reshard_after_forward", reshards)):
         for name, value in values.items():
             if not isinstance(value, bool | np.bool_):
@@ -152,7 +162,7 @@ def _plan_units(
     planned = tuple(
         Unit(
             name=name,
-            groups=make_groups(name, paths, leaves, block_of, trains, policy, mesh, axis, faults),
+            groups=make_groups(name, paths, leaves, block_of, trains, policy, mesh, axis, storage, faults),
             reshard_after_forward=bool(reshards[name]),
         )
         for name, paths in members.items()

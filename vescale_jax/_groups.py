@@ -6,20 +6,28 @@ booleans are never trained. Within a group, names are relative to the unit, so t
 """
 
 import functools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from vescale_layouts import Layout
-from vescale_planner import Block, Faults, GroupPlan, TensorSpec, plan_group
+from vescale_planner import Block, Faults, GroupPlan, TensorSpec, advise, plan_group, plan_unit
 
 from ._policy import MixedPrecisionPolicy
 
 # NCCL wants addresses that are multiples of 16 bytes: all-gathers of other sizes are many times slower.
 _ALIGNMENT_BYTES = 16
+
+# Padding, per element of a tensor, that nobody needs to hear of; nor of less than so many bytes.
+_BEARABLE_PADDING = 0.03
+_WORTH_A_WARNING_BYTES = 2**20
+
+Storage = Literal["row_major", "free"]
+"""Whether every tensor is stored row-major, or the planner may store tensors with `Tile` blocks transposed or tiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,7 @@ def make_groups(
     policy: MixedPrecisionPolicy,
     mesh: Mesh,
     axis: str,
+    storage: Storage,
     faults: Faults,
 ) -> tuple[Group, ...]:
     """Plans the groups of one unit.
@@ -99,6 +108,7 @@ def make_groups(
     - `blocks`, `trainable`: by path.
     - `policy`: the dtypes.
     - `mesh`, `axis`: what the plan is bound to.
+    - `storage`: see `fully_shard`.
     - `faults`: takes blocks that do not fit their tensor.
 
     Returns: the groups, trainable ones first.
@@ -122,21 +132,25 @@ def make_groups(
                 specs.append((path.removeprefix(prefix), shape, blocks[path]))
         if len(specs) < len(members):
             continue
-        reduce = policy.reduce_dtype or jnp.promote_types(dtype, jnp.float32)
-        groups.append(
-            Group(
-                name=f"{dtype}" if trains else f"{dtype}_frozen",
+        plans = _plan(tuple(specs), mesh.shape[axis], _alignment(dtype, gather), storage)
+        _warn_of_padding(unit, plans, gather.itemsize)
+        for i, plan in enumerate(plans):
+            group = Group(
+                name=f"{dtype}{'' if trains else '_frozen'}{f'.{i}' if i else ''}",
                 prefix=prefix,
-                layout=Layout(
-                    plan=_plan(tuple(specs), mesh.shape[axis], _alignment(dtype, gather)), mesh=mesh, axis=axis
-                ),
+                layout=Layout(plan, mesh, axis),
                 dtype=dtype,
                 gather_dtype=gather,
-                reduce_dtype=jnp.dtype(reduce),
+                reduce_dtype=jnp.dtype(policy.reduce_dtype or _wide(dtype)),
                 trainable=trains,
             )
-        )
+            groups.append(group)
     return tuple(groups)
+
+
+def _wide(dtype: Any) -> Any:
+    """float32, or the dtype itself where that is wider or no float."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _alignment(stored: Any, gathered: Any) -> int:
@@ -145,9 +159,29 @@ def _alignment(stored: Any, gathered: Any) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(specs: tuple[tuple[str, tuple[int, ...], Block], ...], num_shards: int, alignment: int) -> GroupPlan:
-    """Plans a group; identical layers are planned once."""
-    return plan_group([TensorSpec(*spec) for spec in specs], num_shards, alignment)
+def _plan(
+    specs: tuple[tuple[str, tuple[int, ...], Block], ...], num_shards: int, alignment: int, storage: Storage
+) -> tuple[GroupPlan, ...]:
+    """Plans what may share a buffer; identical layers are planned once."""
+    tensors = [TensorSpec(*spec) for spec in specs]
+    if storage == "free":
+        return plan_unit(tensors, num_shards, alignment, storage="free")
+    return (plan_group(tensors, num_shards, alignment),)
+
+
+def _warn_of_padding(unit: str, plans: Sequence[GroupPlan], itemsize: int) -> None:
+    """Says so when a unit's blocks waste memory and bandwidth, and what would help."""
+    padding, size = sum(plan.padding for plan in plans), sum(plan.tensor_size for plan in plans)
+    if padding <= _BEARABLE_PADDING * size or padding * itemsize < _WORTH_A_WARNING_BYTES:
+        return
+    specs = [slot.spec for plan in plans for slot in plan.ordered_slots]
+    cures = [advice.text for advice in advise(specs, plans[0].num_shards, plans[0].alignment)]
+    warnings.warn(
+        f"fully_shard: unit {unit}: {padding / size:.1%} padding, {padding * itemsize:,} bytes a gather, since its "
+        f"blocks do not fit {plans[0].num_shards} equal shards. What would help: "
+        f"{'; '.join(cures) or 'smaller blocks'}.",
+        stacklevel=2,
+    )
 
 
 def each_group(units: Sequence[Unit]) -> Iterator[tuple[Unit, Group]]:

@@ -43,7 +43,7 @@ class Pullback:
     recompute: Jaxpr
     inputs: tuple[bool, ...]
     consts: tuple[Any, ...]
-    restore: Callable[[list[Any]], Callable[[Any], tuple[Tensors]]]
+    restore: Callable[[Sequence[Any]], Callable[[Any], tuple[Tensors]]]
 
     def __call__(self, cotangent: jax.Array, params: Tensors, frozen: Tensors, rest: Any, batch: Any) -> Tensors:
         """Pulls the loss's cotangent back to the parameters.
@@ -124,7 +124,7 @@ class _Leaves:
     def arrays(self, pull: Any) -> list[jax.Array]:
         return [leaf for leaf, array in zip(jax.tree.leaves(pull), self.is_array, strict=True) if array]
 
-    def restore(self, arrays: list[jax.Array]) -> Any:
+    def restore(self, arrays: Sequence[Any]) -> Any:
         values = iter(arrays)
         leaves = [next(values) if array else mark for mark, array in zip(self.marks, self.is_array, strict=True)]
         return jax.tree.unflatten(self.treedef, leaves)

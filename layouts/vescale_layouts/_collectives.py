@@ -43,7 +43,8 @@ def gather(
     """
     gather_dtype = jnp.dtype(shard.dtype if gather_dtype is None else gather_dtype)
     if reduce_dtype is None:
-        reduce_dtype = jnp.promote_types(shard.dtype, jnp.float32)
+        is_float = jnp.issubdtype(shard.dtype, jnp.floating)
+        reduce_dtype = jnp.promote_types(shard.dtype, jnp.float32) if is_float else shard.dtype
     return _gather(layout, shard, gather_dtype, jnp.dtype(reduce_dtype), again)
 
 
@@ -66,6 +67,8 @@ def reduce_scatter(
     Returns: the local shard of the sum, of shape `(S,)`, zero in the padding.
     """
     packed = pack(layout.plan, tensors, reduce_dtype)
+    if not layout.buffer_size:
+        return packed.astype(shard_dtype)  # Collectives of nothing are not defined.
     return lax.psum_scatter(packed, layout.axis, tiled=True).astype(shard_dtype)
 
 
@@ -76,7 +79,9 @@ def _gather(
     if gather_dtype != shard.dtype:
         # The barrier keeps the cast before the collective: XLA may otherwise move it behind and double the bytes.
         shard = lax.optimization_barrier(shard.astype(gather_dtype))
-    if again:
+    if not layout.buffer_size:
+        buffer = shard  # Collectives of nothing are not defined.
+    elif again:
         buffer = lax.all_gather(shard, layout.axis, tiled=False).reshape(layout.buffer_size)
     else:
         buffer = lax.all_gather(shard, layout.axis, tiled=True)

@@ -20,6 +20,7 @@ from vescale_planner import Faults
 
 from ._layout import Layout
 from ._pack import unpack
+from ._storage import load, store
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -75,7 +76,7 @@ class DBuffer:
             out = np.zeros(plan.shard_size, dtype)
             for piece in plan.pieces((index[0].start or 0) // max(plan.shard_size, 1)):
                 if piece.name not in host:
-                    host[piece.name] = np.ravel(np.asarray(tensors[piece.name]))
+                    host[piece.name] = store(plan.slots[piece.name], np.asarray(tensors[piece.name]))
                 out[piece.offset : piece.offset + piece.stop - piece.start] = host[piece.name][piece.start : piece.stop]
             return out
 
@@ -93,6 +94,7 @@ class DBuffer:
         plan, data = self.layout.plan, self.data
         if not data.is_fully_addressable:
             data = jax.jit(lambda x: x, out_shardings=NamedSharding(self.layout.mesh, PartitionSpec()))(data)
+        if data.is_fully_replicated:
             whole = np.asarray(data.addressable_data(0))
             shards = [whole[k * plan.shard_size : (k + 1) * plan.shard_size] for k in range(plan.num_shards)]
         else:
@@ -107,7 +109,7 @@ class DBuffer:
         for name, slot in plan.slots.items():
             parts = pieces.pop(name)
             flat = np.concatenate(parts) if parts else np.zeros(0, data.dtype)
-            yield name, flat.reshape(slot.shape)
+            yield name, load(slot, flat)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Layout]:
         """One child, the array; the layout is static."""

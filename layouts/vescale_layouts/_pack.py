@@ -6,7 +6,6 @@ Both are pure functions that trace to one concatenate and to static slices. Neit
 `shard_map` they work on the gathered buffer, outside on a whole one.
 """
 
-import math
 from collections.abc import Mapping
 
 import jax
@@ -15,6 +14,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from vescale_planner import Faults, GroupPlan
+
+from ._storage import load, store
 
 
 def pack(plan: GroupPlan, tensors: Mapping[str, jax.Array], dtype: DTypeLike) -> jax.Array:
@@ -36,7 +37,7 @@ def pack(plan: GroupPlan, tensors: Mapping[str, jax.Array], dtype: DTypeLike) ->
     for name, slot in plan.slots.items():
         if slot.offset > end:
             parts.append(jnp.zeros(slot.offset - end, dtype))
-        parts.append(jnp.ravel(tensors[name]).astype(dtype))
+        parts.append(store(slot, tensors[name].astype(dtype)))
         end = slot.stop
     if plan.buffer_size > end or not parts:
         parts.append(jnp.zeros(plan.buffer_size - end, dtype))
@@ -44,7 +45,7 @@ def pack(plan: GroupPlan, tensors: Mapping[str, jax.Array], dtype: DTypeLike) ->
 
 
 def unpack(plan: GroupPlan, buffer: jax.Array) -> dict[str, jax.Array]:
-    """Takes the tensors out of a flat array: one static slice and one reshape each.
+    """Takes the tensors out of a flat array: a static slice each, and a reshape or what the storage order needs.
 
     Arguments:
 
@@ -53,10 +54,7 @@ def unpack(plan: GroupPlan, buffer: jax.Array) -> dict[str, jax.Array]:
 
     Returns: the tensors by name, in slot order, of their logical shapes (ND).
     """
-    return {
-        name: lax.slice(buffer, (slot.offset,), (slot.offset + math.prod(slot.shape),)).reshape(slot.shape)
-        for name, slot in plan.slots.items()
-    }
+    return {name: load(slot, lax.slice(buffer, (slot.offset,), (slot.stop,))) for name, slot in plan.slots.items()}
 
 
 def _check(plan: GroupPlan, tensors: Mapping[str, jax.Array]) -> None:

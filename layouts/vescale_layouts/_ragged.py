@@ -8,8 +8,9 @@ counts `local_units`).
 """
 
 import bisect
+import math
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from vescale_planner import Slot
 
@@ -23,6 +24,9 @@ class RaggedShard:
     - `shape`: the tensor's logical shape.
     - `granularity`: elements a block holds; the last block of the tensor may be shorter.
     - `units`: whole blocks on each device, in device order; zeros are allowed.
+    - `size`: elements in storage, where tiled storage fills up edge tiles; 0 stands for those of `shape`.
+    - `period`: elements after which blocks start afresh, such as those of one matrix of a batch; the last block of a
+      period may be shorter. 0: blocks run through.
 
     Raises: `ValueError` if the counts do not add up to the tensor's blocks.
     """
@@ -30,8 +34,12 @@ class RaggedShard:
     shape: tuple[int, ...]
     granularity: int
     units: tuple[int, ...]
+    size: int = 0
+    period: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "size", self.size or math.prod(self.shape))
+        object.__setattr__(self, "period", self.period or max(self.size, 1))
         if self.granularity < 1:
             raise ValueError(f"RaggedShard: got granularity {self.granularity}; want at least one element a block")
         if any(count < 0 for count in self.units) or not self.units:
@@ -53,25 +61,17 @@ class RaggedShard:
         - `shard_size`: S, elements of the buffer on one device.
         """
         starts = [min(max(k * shard_size, slot.offset), slot.stop) - slot.offset for k in range(num_shards)]
-        stops = [*starts[1:], slot.size]
-        granularity = slot.granularity
-        units = tuple(-(-stop // granularity) - start // granularity for start, stop in zip(starts, stops, strict=True))
-        # A device that begins where the tensor ends holds nothing, even when the last block is short.
-        units = tuple(0 if start >= stop else n for n, start, stop in zip(units, starts, stops, strict=True))
-        return cls(shape=slot.shape, granularity=granularity, units=units)
-
-    @property
-    def size(self) -> int:
-        """Elements of the tensor."""
-        size = 1
-        for dim in self.shape:
-            size *= dim
-        return size
+        cuts = slot.cuts
+        blocks = [
+            _blocks_before(position, slot.size, cuts.granularity, cuts.period) for position in (*starts, slot.size)
+        ]
+        units = tuple(stop - start for start, stop in pairwise(blocks))
+        return cls(slot.shape, cuts.granularity, units, slot.size, cuts.period)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the tensor, a short last one included."""
-        return -(-self.size // self.granularity)
+        """Blocks of the tensor, short ones included."""
+        return _blocks_before(self.size, self.size, self.granularity, self.period)
 
     def elements(self, device: int) -> range:
         """The elements, counted in storage order, that one device holds.
@@ -81,9 +81,7 @@ class RaggedShard:
         if not 0 <= device < len(self.units):
             raise IndexError(f"RaggedShard: got device {device}; want 0 to {len(self.units) - 1}")
         first = sum(self.units[:device])
-        size = self.size
-        start = min(first * self.granularity, size)
-        return range(start, min((first + self.units[device]) * self.granularity, size))
+        return range(self._start(first), self._start(first + self.units[device]))
 
     def owner(self, element: int) -> int:
         """The device that holds one element, counted in storage order.
@@ -92,8 +90,21 @@ class RaggedShard:
         """
         if not 0 <= element < self.size:
             raise IndexError(f"RaggedShard: got element {element}; want 0 to {self.size - 1}, shape {self.shape}")
-        return bisect.bisect_right(list(accumulate(self.units)), element // self.granularity)
+        periods, within = divmod(element, self.period)
+        block = periods * -(-self.period // self.granularity) + within // self.granularity
+        return bisect.bisect_right(list(accumulate(self.units)), block)
+
+    def _start(self, block: int) -> int:
+        """The first element of a block, or the end of the tensor."""
+        periods, within = divmod(block, -(-self.period // self.granularity))
+        return min(periods * self.period + min(within * self.granularity, self.period), self.size)
 
     def __str__(self) -> str:
         counts = ", ".join(f"{k}: {n}" for k, n in enumerate(self.units) if n)
         return f"RaggedShard(shape {self.shape}, blocks of {self.granularity} elements; device: blocks {{{counts}}})"
+
+
+def _blocks_before(position: int, size: int, granularity: int, period: int) -> int:
+    """How many blocks start before a position that is a legal cut."""
+    periods, within = divmod(min(position, size), period)
+    return periods * -(-period // granularity) + -(-within // granularity)
