@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
-from vescale_layouts import DBuffer, Layout, gather, reduce_scatter
-from vescale_planner import Rows, TensorSpec, plan_group
 
 import vescale_jax as vs
+from vescale_layouts import DBuffer, Layout, gather, reduce_scatter
+from vescale_planner import Rows, TensorSpec, plan_group
 
 
 def title(text: str) -> None:

@@ -7,7 +7,7 @@ whole buffers, so what it reduces over them (a global norm) is global; XLA cuts 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,6 +79,7 @@ def train_step(
     max_norm: float | None = None,
     replicate_batch: bool = False,
     donate: bool = True,
+    compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> "TrainStep":
     """Makes the jitted training step.
 
@@ -89,6 +90,7 @@ def train_step(
     - `max_norm`: the global norm above which gradients are scaled down to it. It costs no collective of its own;
       `optax.clip_by_global_norm` works as well.
     - `donate`: whether the step may reuse the old state's memory, which is gone then.
+    - `compiler_options`: for XLA, for this step alone, as `jax.jit` takes them.
 
     Returns: a function `(state, batch) -> (state, metrics)`, compiled at its first call.
 
@@ -110,7 +112,7 @@ def train_step(
         new = TrainState(state.step + 1, dataclasses.replace(value.model, params=params), opt_state)
         return new, Metrics(value.loss, value.grad_norm, value.aux)
 
-    return TrainStep(step, replicate_batch, donate)
+    return TrainStep(step, replicate_batch, donate, dict(compiler_options or {}))
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class TrainStep:
     step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
     replicate_batch: bool
     donate: bool
+    compiler_options: dict[str, Any]
     _jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -150,6 +153,7 @@ class TrainStep:
                 self.step,
                 donate_argnums=(0,) if self.donate else (),
                 out_shardings=(shardings(state, replicated), replicated),
+                compiler_options=self.compiler_options or None,
             )
         return self._jitted[structure]
 
