@@ -85,7 +85,8 @@ def test_a_short_last_block_counts_as_one() -> None:
 def test_an_empty_tensor_lies_nowhere(shape: tuple[int, ...]) -> None:
     placement = RaggedShard(shape=shape, granularity=1, units=(0, 0))
     assert placement.num_blocks == 0
-    assert not placement.elements(0) and not placement.elements(1)
+    assert not placement.elements(0)
+    assert not placement.elements(1)
 
 
 def test_a_scalar_lies_on_one_device() -> None:

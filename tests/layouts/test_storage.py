@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from vescale_layouts import DBuffer, Layout, RaggedShard, pack, unpack
 from vescale_layouts._storage import load, store
 from vescale_planner import Elements, Slot, TensorSpec, Tile, plan_group
@@ -32,7 +33,9 @@ def test_every_element_lies_where_the_plan_says(shape, tile, storage):
     np.testing.assert_array_equal(load(slot, on_device), tensor)
 
 
-@given(st.lists(dims, min_size=1, max_size=3).map(tuple), tiles, st.integers(1, 9), st.sampled_from(["row_major", "free"]))
+@given(
+    st.lists(dims, min_size=1, max_size=3).map(tuple), tiles, st.integers(1, 9), st.sampled_from(["row_major", "free"])
+)
 def test_placements_agree_with_the_plan(shape, tile, num_shards, storage):
     specs = [TensorSpec("a", shape, tile), TensorSpec("b", (3,), Elements(2)), TensorSpec("c", (2, 5, 3), Tile(2, 2))]
     plan = plan_group(specs, num_shards, storage=storage)
@@ -47,7 +50,11 @@ def test_placements_agree_with_the_plan(shape, tile, num_shards, storage):
 
 def test_a_tiled_plan_packs_and_unpacks_on_every_path(meshes):
     # Both dims leave edge tiles, and 8 shards cannot hold whole bands of rows.
-    specs = [TensorSpec("up", (2, 35, 22), Tile(8, 8)), TensorSpec("down", (22, 35), Tile(8, 8)), TensorSpec("n", (22,))]
+    specs = [
+        TensorSpec("up", (2, 35, 22), Tile(8, 8)),
+        TensorSpec("down", (22, 35), Tile(8, 8)),
+        TensorSpec("n", (22,)),
+    ]
     plan = plan_group(specs, 8, storage="free")
     assert "tiled" in {slot.storage for slot in plan.slots.values()}
     layout = Layout(plan, meshes[8], "fsdp")

@@ -151,7 +151,9 @@ def test_gathered_tensors_of_all_layers_do_not_live_at_once(meshes: dict[int, Me
 
     def temporary(reshard: bool) -> int:
         model = vs.fully_shard(build, meshes[8], abstract=True, reshard_after_forward=reshard)
-        lowered = vs.train_step(loss_fn, optax.sgd(0.1)).lower(vs.train_state(model, optax.sgd(0.1)), jnp.ones((8, width)))
+        lowered = vs.train_step(loss_fn, optax.sgd(0.1)).lower(
+            vs.train_state(model, optax.sgd(0.1)), jnp.ones((8, width))
+        )
         # By default the compiler for CPUs orders for concurrency, whatever the memory.
         options = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
         return lowered.compile(compiler_options=options).memory_analysis().temp_size_in_bytes

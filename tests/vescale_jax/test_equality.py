@@ -19,6 +19,9 @@ import vescale_jax as vs
 from tests.vescale_jax import models, twin
 from vescale_planner import Rows, WholeTensor
 
+# Annotations are checked in the other files; here are the most and the largest programs.
+pytestmark = pytest.mark.unchecked_annotations
+
 BATCHES = models.batches(3)
 ADAMW = optax.adamw(1e-2)
 
@@ -70,13 +73,13 @@ def linen_twin() -> twin.Run:
     return twin.plain(models.LinenNet(), models.weighted_loss, ADAMW, BATCHES, variables=variables)
 
 
-@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("n", [1, 8])
 def test_a_linen_module_on_every_mesh(n: int, meshes: dict[int, Mesh], linen_twin: twin.Run) -> None:
     model = vs.fully_shard(models.LinenNet(), meshes[n], params=models.linen_variables)
     twin.assert_same(twin.sharded(model, models.weighted_loss, ADAMW, BATCHES), linen_twin)
 
 
-@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("n", [2, 8])
 def test_a_bare_pytree_on_every_mesh(n: int, meshes: dict[int, Mesh]) -> None:
     same_tree(meshes[n])
 
@@ -86,7 +89,6 @@ def test_a_bare_pytree_on_every_mesh(n: int, meshes: dict[int, Mesh]) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "tensors kept after forward": {"reshard_after_forward": False},
     "tensors kept for one unit": {"reshard_after_forward": {"layers/1": False}},
-    "one unit": {"units": lambda path: "all"},
     "units across layers": {"units": lambda path: path.rsplit("/", 1)[-1]},
     "small units": {"max_unit_bytes": 64},
     "whole tensors": {"blocks": WholeTensor()},
@@ -99,22 +101,11 @@ def test_options_change_no_number(name: str, five: Mesh) -> None:
     same_tree(five, **OPTIONS[name])
 
 
-def test_resharding_gives_the_same_bits(meshes: dict[int, Mesh]) -> None:
-    runs = [
-        twin.sharded(
-            vs.fully_shard(models.tree(), meshes[3], reshard_after_forward=reshard), models.tree_loss, ADAMW, BATCHES
-        )
-        for reshard in (True, False)
-    ]
-    twin.assert_same(*runs, rtol=1e-6, atol=1e-7)
-
-
 # Meshes.
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_axis_types(kind: AxisType) -> None:
-    same_tree(jax.make_mesh((4,), ("fsdp",), axis_types=(kind,)), steps=2)
+def test_a_mesh_of_explicit_axis_type() -> None:
+    same_tree(jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,)), steps=2)
 
 
 @pytest.mark.parametrize(("shape", "axes"), [((2, 4), ("data", "fsdp")), ((4, 2), ("fsdp", "model"))])
@@ -147,6 +138,19 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_element_wise_optimizers_run_unchanged(name: str, five: Mesh) -> None:
     same_tree(five, OPTIMIZERS[name]())
+
+
+def test_a_decay_mask_by_rank_is_obeyed_or_refused(five: Mesh) -> None:
+    # The usual mask, "matrices only": buffers have one dim, and it would switch weight decay off without a word.
+    def tx(decay: float) -> optax.GradientTransformation:
+        return optax.adamw(1e-2, weight_decay=decay, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
+
+    theirs = twin.plain(models.tree(), models.tree_loss, tx(1.0), BATCHES[:1])
+    try:
+        ours = twin.sharded(vs.fully_shard(models.tree(), five), models.tree_loss, tx(1.0), BATCHES[:1])
+    except (TypeError, ValueError):
+        return
+    twin.assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("n", [1, 8])
@@ -300,6 +304,23 @@ def test_linen_batch_norm(meshes: dict[int, Mesh]) -> None:
     twin.assert_same(ours, theirs)
     for mine, other in zip(ours.rest, jax.tree.leaves(theirs.rest), strict=True):
         np.testing.assert_allclose(mine, other, 1e-5, 1e-6)
+
+
+class Counting(nnx.Module):
+    def __init__(self) -> None:
+        self.weight = nnx.Param(2 * jnp.ones(3))
+        self.seen = nnx.Variable(jnp.zeros(3, jnp.int32))
+
+
+def test_integers_of_the_rest_are_the_same_on_every_device_afterwards(meshes: dict[int, Mesh]) -> None:
+    def loss_fn(model: Counting, batch: Any) -> jax.Array:
+        # Devices see different numbers of real rows.
+        model.seen[...] = model.seen[...] + jnp.sum(batch["w"] > 0)
+        return model.weight[...].sum() * batch["w"].mean()
+
+    (seen,) = twin.sharded(vs.fully_shard(Counting, meshes[3]), loss_fn, ADAMW, BATCHES[:1]).rest
+    assert seen.is_fully_replicated
+    assert len({np.asarray(shard.data).tobytes() for shard in seen.addressable_shards}) == 1
 
 
 class Dropped(nnx.Module):
@@ -480,7 +501,7 @@ def checkpointed(params: Any, batch: Any) -> jax.Array:
 LOSSES: dict[str, Callable[..., Any]] = {
     "scan, cond and fori_loop": lambda p, b: control_flow(p, {**b, "w": jnp.ones_like(b["w"])}),
     "custom_vjp": custom_gradient,
-    "jit": lambda p, b: jax.jit(models.tree_loss)(p, b),
+    "jit": jax.jit(models.tree_loss),
     "no use of the batch": lambda p, b: jnp.sum(p["embed"] ** 2) * p["scale"],
     "no use of most parameters": lambda p, b: p["scale"] ** 2 * b["w"].mean(),
     "a sum instead of a mean": lambda p, b: vs.Mean(models.tree_loss(p, b).total, jnp.float32(b["w"].size)),

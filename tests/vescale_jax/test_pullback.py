@@ -89,7 +89,7 @@ def merged_adapter(p: dict[str, jax.Array], batch: Any) -> jax.Array:
 
 def inside_jit(p: dict[str, jax.Array], batch: Any) -> jax.Array:
     x = jax.jit(lambda p, x: jnp.tanh(x @ (2 * p["w"]).T))(p, first(p, batch))
-    return jnp.mean(jax.jit(lambda w: jnp.sin(w))(p["w"]) @ x.T)
+    return jnp.mean(jax.jit(jnp.sin)(p["w"]) @ x.T)
 
 
 def inside_checkpoint(p: dict[str, jax.Array], batch: Any) -> jax.Array:

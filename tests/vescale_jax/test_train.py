@@ -101,7 +101,7 @@ def test_a_donated_state_that_is_used_again_is_refused_before_it_is_run(meshes: 
     step._jitted[jax.tree.structure(state)] = lambda *_: pytest.fail("the program was started")
     for leaf in jax.tree.leaves((state.model.params, state.opt_state)):
         leaf.delete()
-    with pytest.raises((RuntimeError, ValueError), match="train_step: .*donated"):
+    with pytest.raises((RuntimeError, ValueError), match=r"train_step: .*donated"):
         step(state, BATCHES[0])
 
 
