@@ -1,5 +1,6 @@
 """Fully sharded training for JAX in which the optimizer's and the number format's blocks stay whole."""
 
+from . import optimizers as optimizers
 from ._describe import Description as Description
 from ._describe import GroupRow as GroupRow
 from ._describe import describe as describe

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.core
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vescale_planner import Faults
@@ -26,7 +25,7 @@ def batch_specs(batch: Any, axis: str, replicate: bool) -> Any:
     - `replicate`: whether every device gets all rows instead.
     """
     whole = PartitionSpec()
-    return jax.tree.map(lambda leaf: whole if replicate or np.ndim(leaf) == 0 else PartitionSpec(axis), batch)
+    return jax.tree.map(lambda leaf: whole if replicate or _ndim(leaf) == 0 else PartitionSpec(axis), batch)
 
 
 def place(batch: Any, mesh: Mesh, axis: str, *, replicate: bool, what: str) -> Any:
@@ -49,7 +48,7 @@ def place(batch: Any, mesh: Mesh, axis: str, *, replicate: bool, what: str) -> A
         if not hasattr(leaf, "shape") and not isinstance(leaf, bool | int | float | complex):
             got = f"a leaf of type {type(leaf).__name__}"
             types.add(name, got=got, want="an array", change="convert it or leave it out")
-        elif not replicate and (shape := tuple[int, ...](np.shape(leaf))) and shape[0] % n:
+        elif not replicate and (shape := _shape(leaf)) and shape[0] % n:
             rows.add(
                 name,
                 got=f"{shape[0]} rows, shape {shape}",
@@ -63,7 +62,17 @@ def place(batch: Any, mesh: Mesh, axis: str, *, replicate: bool, what: str) -> A
     return jax.tree.unflatten(treedef, placed)
 
 
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(leaf.shape) if hasattr(leaf, "shape") else ()
+
+
+def _ndim(leaf: Any) -> int:
+    return len(_shape(leaf))
+
+
 def _put(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, jax.core.Tracer):
         return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return jax.device_put(leaf, sharding)

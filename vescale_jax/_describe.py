@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ._groups import Group, Unit, each_group
-from ._sharded import Sharded
+from ._sharded import Sharded, check_sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def describe(model: Sharded) -> Description:
 
     - `model`: what `fully_shard` returned; with `abstract=True` nothing is allocated.
     """
-    structure = model.structure
+    structure = check_sharded(model, "describe")
     rows = tuple(_row(unit, group, structure.num_shards) for unit, group in each_group(structure.units))
     replicated = sum(_nbytes(leaf) for leaf in model.rest)
     return Description(rows, dict(structure.mesh.shape), structure.axis, structure.num_shards, replicated)

@@ -7,12 +7,15 @@ recipe that puts both together again, inside the loss as well as at the end. Onl
 Three files hold one form each: `_nnx_form`, `_linen_form` and `_tree_form`. Nothing else knows which one it has.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+
+from vescale_planner import Faults
 
 Leaf = Any
 """An array, or a `jax.ShapeDtypeStruct` where only shapes are known."""
@@ -55,8 +58,28 @@ class Form(Protocol):
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A key path as text: `layers/0/kernel`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    """A key path as text: `layers/0/kernel`; a bare array, which has none, is called `array`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "array"
+
+
+def by_path(paths: Sequence[str], leaves: Sequence[Leaf]) -> dict[str, Leaf]:
+    """Parameters by path.
+
+    Raises: `ValueError` that names every path which two parameters share, `TypeError` every leaf that is no array.
+    """
+    faults, types = Faults("fully_shard"), Faults("fully_shard")
+    for path, times in Counter(paths).items():
+        if times > 1:
+            change = "rename one of them: '/' parts the names in a path"
+            faults.add(path, got=f"{times} parameters of this path", want="one", change=change)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not is_array(leaf):
+            got = f"a leaf of type {type(leaf).__name__}"
+            change = "wrap it in jnp.asarray, or keep it out of the tree"
+            types.add(path, got=got, want="an array", change=change)
+    types.raise_if_any(TypeError)
+    faults.raise_if_any()
+    return dict(zip(paths, leaves, strict=True))
 
 
 def is_array(leaf: Any) -> bool:

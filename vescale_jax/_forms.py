@@ -38,6 +38,19 @@ def builder(model: Any, params: Any, rngs: Mapping[str, Any]) -> Callable[[], tu
 
     def build() -> tuple[Parts, Form]:
         built = model()
+        check_model(built)
         return NNXForm.split(built) if isinstance(built, nnx.Module) else TreeForm.split(built)
 
     return build
+
+
+def check_model(model: Any) -> None:
+    """Raises `TypeError` for what is no model by itself: nothing at all, a class, a linen module without variables."""
+    got = "None" if model is None else f"the class {model.__name__}" if isinstance(model, type) else None
+    if isinstance(model, linen.Module):
+        got = f"a function that builds the linen module {type(model).__name__}"
+    if got:
+        raise TypeError(
+            f"fully_shard: model: got {got}; want an nnx module, a linen module with params=, a pytree of arrays, or a "
+            "function that builds an nnx module or a pytree; mend what is passed or what the function returns"
+        )

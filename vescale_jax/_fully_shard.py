@@ -19,7 +19,7 @@ from vescale_layouts import DBuffer
 from vescale_planner import Block, Elements, Faults
 
 from ._form import Parts
-from ._forms import builder, split_model
+from ._forms import builder, check_model, split_model
 from ._groups import Storage, Unit, each_group, gathered_dtype, make_groups, stored_dtype
 from ._init import Recipe, fill
 from ._policy import MixedPrecisionPolicy
@@ -79,16 +79,19 @@ def fully_shard(
     is wanted and what to change.
     """
     axis = _axis(mesh, axis)
-    _check_arguments(model, params, policy)
-    build = builder(model, params, rngs or {})
-    traced = _trace(build) if build else None
-    parts, form = (traced[0], traced[1]) if traced else split_model(model, params, rngs or {})
+    _check_arguments(model, params, policy, max_unit_bytes)
+    streams = {} if rngs is None else rngs
+    build = builder(model, params, streams)
+    traced = _trace(build, mesh) if build else None
+    parts, form = (traced[0], traced[1]) if traced else split_model(model, params, streams)
     planned = _plan_units(
         parts, mesh, axis, units, max_unit_bytes, blocks, storage, trainable, policy, reshard_after_forward
     )
     structure = Structure(form=form, units=planned, mesh=mesh, axis=axis, policy=policy)
     if abstract:
         return _abstract(structure, parts)
+    if not traced:
+        _check_values(parts)
     return _build(structure, parts, traced[2]) if traced else _load(structure, parts)
 
 
@@ -103,7 +106,9 @@ def _axis(mesh: Mesh, axis: str | None) -> str:
     return str(axis)
 
 
-def _check_arguments(model: Any, params: Any, policy: Any) -> None:
+def _check_arguments(model: Any, params: Any, policy: Any, max_unit_bytes: Any) -> None:
+    if model is None:
+        check_model(model)
     if isinstance(model, linen.Module) != (params is not None):
         got = "no params" if params is None else f"params beside a {type(model).__name__}"
         raise TypeError(
@@ -112,9 +117,14 @@ def _check_arguments(model: Any, params: Any, policy: Any) -> None:
         )
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(f"fully_shard: policy: got {policy!r}; want a vs.MixedPrecisionPolicy; make one")
+    if max_unit_bytes is not None and (not isinstance(max_unit_bytes, int) or max_unit_bytes < 1):
+        raise ValueError(
+            f"fully_shard: max_unit_bytes: got {max_unit_bytes!r}; want a positive number of bytes, or None for no "
+            "cap; pass an int such as 2**30"
+        )
 
 
-def _trace(build: Callable[[], Any]) -> tuple[Parts, Any, Any]:
+def _trace(build: Callable[[], Any], mesh: Mesh) -> tuple[Parts, Any, Any]:
     """Traces the function that builds the model: its parts without values, its form, and the computation."""
     kept: list[Any] = []
 
@@ -123,7 +133,9 @@ def _trace(build: Callable[[], Any]) -> tuple[Parts, Any, Any]:
         kept.append((list(parts.params), form))
         return list(parts.params.values()), list(parts.rest)
 
-    closed, (params, rest) = jax.make_jaxpr(leaves, return_shape=True)()
+    # A mesh that the user has set would be recorded in the trace, which has to run inside a shard_map.
+    with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        closed, (params, rest) = jax.make_jaxpr(leaves, return_shape=True)()
     paths, form = kept[0]
     return Parts(dict(zip(paths, params, strict=True)), tuple(rest)), form, closed
 
@@ -142,6 +154,10 @@ def _plan_units(
 ) -> tuple[Unit, ...]:
     faults = Faults("fully_shard")
     leaves = parts.params
+    for path, leaf in leaves.items():
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            change = "keep real and imaginary part as two parameters"
+            faults.add(path, got=str(leaf.dtype), want="a real dtype", change=change)
     nbytes = {
         path: int(np.prod(leaf.shape)) * gathered_dtype(stored_dtype(leaf, policy), policy).itemsize
         for path, leaf in leaves.items()
@@ -183,6 +199,15 @@ def _sharded(structure: Structure, made: list[DBuffer], rest: tuple[Any, ...]) -
     return Sharded(_buffers(structure, made, True), _buffers(structure, made, False), rest, structure)
 
 
+def _check_values(parts: Parts) -> None:
+    faults = Faults("fully_shard")
+    for path, leaf in parts.params.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            got = f"a shape without values, {leaf.shape} {leaf.dtype}"
+            faults.add(path, got=got, want="an array", change="pass values, or abstract=True")
+    faults.raise_if_any()
+
+
 def _abstract(structure: Structure, parts: Parts) -> Sharded:
     made = [DBuffer.abstract(group.layout, group.dtype) for _, group in each_group(structure.units)]
     rest = tuple(
@@ -204,9 +229,11 @@ def _load(structure: Structure, parts: Parts) -> Sharded:
 
 def _build(structure: Structure, parts: Parts, closed: Any) -> Sharded:
     """Fills the buffers from the traced computation, group by group."""
-    recipe = Recipe.from_jaxpr(closed)
-    index = {path: i for i, path in enumerate(parts.params)}
-    made = fill([(group, recipe.slice([index[p] for p in group.paths])) for _, group in each_group(structure.units)])
-    others = recipe.slice(range(len(index), len(index) + len(parts.rest)))
-    rest = jax.jit(lambda *values: tuple(others(*values)), out_shardings=structure.replicated)(*others.values)
+    with jax.set_mesh(structure.mesh):
+        recipe = Recipe.from_jaxpr(closed)
+        index = {path: i for i, path in enumerate(parts.params)}
+        groups = [group for _, group in each_group(structure.units)]
+        made = fill([(group, recipe.slice([index[path] for path in group.paths])) for group in groups])
+        others = recipe.slice(range(len(index), len(index) + len(parts.rest)))
+        rest = jax.jit(lambda *values: tuple(others(*values)), out_shardings=structure.replicated)(*others.values)
     return _sharded(structure, made, rest)

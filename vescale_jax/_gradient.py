@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec
 
 from ._batch import batch_specs, place
 from ._groups import each_group
-from ._inside import cast_floats, changed_leaves, gather_units, own_keys, reduce_units
-from ._loss import as_mean, finish_aux, is_mean, ratio, sum_over_devices
+from ._inside import cast_floats, gather_units, reduce_units
+from ._loss import as_mean, check_aux, finish_aux, is_mean, ratio, sum_over_devices
 from ._pullback import Tensors, value_and_pullback
-from ._sharded import Buffers, Sharded, Structure
+from ._rest import changed_leaves, own_keys, settle, to_sum
+from ._sharded import Buffers, Sharded, Structure, check_sharded
 
 
 class Value(NamedTuple):
@@ -57,13 +58,12 @@ def value_and_grad(
     - `replicate_batch`: whether every device gets all rows; for batches smaller than the mesh.
 
     Returns: a function `(model, batch) -> (Value, gradients)`, where the gradients have the structure, dtypes and
-    shardings of `model.params`. It can be jitted, and traced inside a larger step.
+    shardings of `model.params`. It is jitted, and can be traced inside a larger step.
     """
 
-    @functools.wraps(loss_fn, assigned=("__name__", "__doc__"), updated=())
-    def wrapped(model: Sharded, batch: Any) -> tuple[Value, Buffers]:
-        structure = _check(model, "value_and_grad")
-        batch = place(batch, structure.mesh, structure.axis, replicate=replicate_batch, what="value_and_grad")
+    @jax.jit
+    def jitted(model: Sharded, batch: Any) -> tuple[Value, Buffers]:
+        structure = model.structure
         cut, whole = PartitionSpec(structure.axis), PartitionSpec()
         mapped = jax.shard_map(
             functools.partial(_local, structure, loss_fn, has_aux),
@@ -76,6 +76,12 @@ def value_and_grad(
         (loss, norm, aux, changed), grads = mapped(model.params, model.frozen, model.rest, batch)
         rest = tuple(changed.get(i, leaf) for i, leaf in enumerate(model.rest))
         return Value(loss, norm, aux, dataclasses.replace(model, rest=rest)), grads
+
+    @functools.wraps(loss_fn, assigned=("__name__", "__doc__"), updated=())
+    def wrapped(model: Sharded, batch: Any) -> tuple[Value, Buffers]:
+        structure = check_sharded(model, "value_and_grad")
+        batch = place(batch, structure.mesh, structure.axis, replicate=replicate_batch, what="value_and_grad")
+        return jitted(model, batch)
 
     return wrapped
 
@@ -104,13 +110,14 @@ def _local(
         out = loss_fn(model, batch)
         loss, aux = _pair(out) if has_aux else (out, ())
         loss = as_mean(loss)
+        check_aux(aux)
         aux = jax.tree.map(lambda m: as_mean(m) if is_mean(m) else m, aux, is_leaf=is_mean)
         after = structure.form.rest_after(model, rest)
         return loss.total, (loss, cast_floats(aux, policy.output_dtype), changed_leaves(structure, rest, after))
 
     tensors = gather_units(units, params, trainable=True)
     others = gather_units(units, frozen, trainable=False)
-    value, (loss, aux, (floats, integers)), pull = value_and_pullback(total, freed, tensors, others, rest, batch)
+    value, (loss, aux, changed), varies, pull = value_and_pullback(total, freed, tensors, others, rest, batch)
     # The second gathers wait for the end of the forward pass.
     value, params, frozen = jax.lax.optimization_barrier((value, params, frozen))
     tensors |= gather_units(resharded, params, trainable=True, again=True)
@@ -120,12 +127,12 @@ def _local(
         (jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32)))) for g in jax.tree.leaves(grads)),
         start=jnp.float32(0),
     )
-    (loss, squares, aux, summed) = sum_over_devices((loss, squares, aux, floats), axis)
-    floats = {i: (x / structure.num_shards).astype(floats[i].dtype) for i, x in summed.items()}
+    (loss, squares, aux, summed) = sum_over_devices((loss, squares, aux, to_sum(changed, rest, varies[2])), axis)
+    changed = settle(changed, rest, summed, structure.num_shards)
     scale = jnp.where(loss.count == 0, 0, 1 / loss.count)
     grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
     norm = jnp.sqrt(squares) * jnp.abs(scale)
-    return (ratio(loss), norm, finish_aux(aux, structure.num_shards), floats | integers), grads
+    return (ratio(loss), norm, finish_aux(aux, structure.num_shards), changed), grads
 
 
 def apply(
@@ -156,6 +163,7 @@ def apply(
             out = fn(structure.form.inside(tensors, own_keys(rest, structure.axis)), batch)
             if not mean:
                 return cast_floats(out, policy.output_dtype)
+            check_aux(out)
             out = jax.tree.map(lambda m: as_mean(m) if is_mean(m) else m, out, is_leaf=is_mean)
             return finish_aux(sum_over_devices(out, structure.axis), structure.num_shards)
 
@@ -170,17 +178,11 @@ def apply(
 
     @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
     def wrapped(model: Sharded, batch: Any) -> Any:
-        structure = _check(model, "apply")
+        structure = check_sharded(model, "apply")
         batch = place(batch, structure.mesh, structure.axis, replicate=replicate_batch, what="apply")
         return jitted(model, batch)
 
     return wrapped
-
-
-def _check(model: Any, what: str) -> Structure:
-    if not isinstance(model, Sharded):
-        raise TypeError(f"{what}: got a model of type {type(model).__name__}; want what fully_shard returned; shard it")
-    return model.structure
 
 
 def _pair(out: Any) -> tuple[Any, Any]:

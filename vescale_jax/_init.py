@@ -9,12 +9,14 @@ Identical layers differ only in their keys, which are inputs of the program: the
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
@@ -94,18 +96,17 @@ class Slice:
 
     def __call__(self, *values: Any) -> list[Any]:
         """Evaluates the outputs."""
-        return jax.core.eval_jaxpr(self.jaxpr, (), *values)
+        outputs = jax.core.eval_jaxpr(self.jaxpr, (), *values)
+        # A constant output is a Python or NumPy scalar.
+        return [
+            jnp.asarray(value, getattr(v.aval, "dtype", None)) if isinstance(v, Literal) else value
+            for value, v in zip(outputs, self.jaxpr.outvars, strict=True)
+        ]
 
     @property
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> Any:
         """Equal for two slices that compute the same function of their inputs."""
-        number: dict[Var, int] = {v: i for i, v in enumerate(self.jaxpr.invars)}
-        lines: list[Any] = [tuple(str(v.aval) for v in self.jaxpr.invars)]
-        for eqn in self.jaxpr.eqns:
-            operands = tuple(_name(number, v) for v in eqn.invars)
-            number.update((v, len(number) + i) for i, v in enumerate(eqn.outvars))
-            lines.append((eqn.primitive.name, str(sorted(eqn.params.items(), key=lambda p: p[0])), operands))
-        return (*lines, tuple(_name(number, v) for v in self.jaxpr.outvars))
+        return _signature(self.jaxpr)
 
 
 def fill(slices: Sequence[tuple[Group, Slice]], compiled: dict[Any, Callable[..., Any]] | None = None) -> list[DBuffer]:
@@ -134,7 +135,9 @@ def _program(group: Group, piece: Slice) -> Callable[..., Any]:
     layout = group.layout
 
     def local(*values: Any) -> jax.Array:
-        buffer = pack(layout.plan, dict(zip(layout.plan.slots, piece(*values), strict=True)), group.dtype)
+        # Behind the barrier lies what depends on the mesh: fused with it, values can differ in the last bit.
+        tensors = lax.optimization_barrier(piece(*values))
+        buffer = pack(layout.plan, dict(zip(layout.plan.slots, tensors, strict=True)), group.dtype)
         start = lax.axis_index(layout.axis) * layout.shard_size
         return lax.dynamic_slice_in_dim(buffer, start, layout.shard_size)
 
@@ -152,5 +155,31 @@ def _program(group: Group, piece: Slice) -> Callable[..., Any]:
     )
 
 
-def _name(number: dict[Var, int], v: Var | Literal) -> str:
-    return f"{v.val}:{v.aval}" if isinstance(v, Literal) else str(number[v])
+def _signature(jaxpr: Jaxpr) -> Any:
+    """A hashable description of a computation, equal for equal computations: variables by number."""
+    number: dict[Var, int] = {v: i for i, v in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+    lines: list[Any] = [tuple(str(v.aval) for v in number)]
+    for eqn in jaxpr.eqns:
+        operands = tuple(_operand(number, v) for v in eqn.invars)
+        number.update({v: len(number) + i for i, v in enumerate(eqn.outvars)})
+        lines.append((eqn.primitive.name, _value(eqn.params), operands))
+    return (*lines, tuple(_operand(number, v) for v in jaxpr.outvars))
+
+
+def _operand(number: dict[Var, int], v: Any) -> Any:
+    return (str(v.aval), _value(v.val)) if isinstance(v, Literal) else number[v]
+
+
+def _value(value: Any) -> Any:
+    """A hashable stand-in for a parameter of an equation; what cannot be compared is equal to itself alone."""
+    if isinstance(value, Jaxpr):
+        return _signature(value), tuple(map(_value, getattr(value, "consts", ())))
+    if isinstance(value, ClosedJaxpr):
+        return _signature(value.jaxpr), tuple(map(_value, value.consts))
+    if isinstance(value, Mapping):
+        return tuple((name, _value(value[name])) for name in sorted(value))
+    if isinstance(value, tuple | list):
+        return tuple(map(_value, value))
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return str(value.dtype), np.shape(value), np.asarray(value).tobytes()
+    return value if isinstance(value, Hashable) else id(value)

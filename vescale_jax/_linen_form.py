@@ -12,7 +12,9 @@ import jax
 import numpy as np
 from flax import linen
 
-from ._form import Leaf, Parts, path_name
+from vescale_planner import Faults
+
+from ._form import Leaf, Parts, by_path, is_array, is_key, path_name
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,14 @@ class LinenForm:
             )
         variables = dict(linen.meta.unbox(variables))
         flat, params_treedef = jax.tree_util.tree_flatten_with_path(variables.pop("params"))
+        rngs = _typed(rngs)
         counter = {"count": np.zeros((), np.uint32)} if rngs else {}
         rest = {"collections": variables, "rngs": dict(rngs), **counter}
         rest_flat, rest_treedef = jax.tree_util.tree_flatten_with_path(rest)
         paths = tuple(path_name(path) for path, _ in flat)
         rest_paths = tuple(path_name(path).removeprefix("collections/") for path, _ in rest_flat)
         form = cls(module, params_treedef, paths, rest_treedef, rest_paths)
-        return Parts(dict(zip(paths, [x for _, x in flat], strict=True)), tuple(x for _, x in rest_flat)), form
+        return Parts(by_path(paths, [x for _, x in flat]), tuple(x for _, x in rest_flat)), form
 
     def inside(self, params: Mapping[str, Leaf], rest: tuple[Leaf, ...]) -> linen.Module:
         """The module bound to its variables."""
@@ -65,3 +68,26 @@ class LinenForm:
 
     def _params(self, params: Mapping[str, Leaf]) -> Any:
         return jax.tree.unflatten(self.params_treedef, [params[path] for path in self.params_paths])
+
+
+def _typed(rngs: Mapping[str, Any]) -> dict[str, Any]:
+    """Random keys by stream, raw ones (uint32) wrapped: devices fold their index into typed keys only.
+
+    Raises: `TypeError` that names everything which is no key.
+    """
+    if not isinstance(rngs, Mapping):
+        raise TypeError(
+            f"fully_shard: rngs: got {type(rngs).__name__}; want a mapping of streams to random keys; pass "
+            "rngs={'dropout': jax.random.key(0)}"
+        )
+    faults = Faults("fully_shard")
+    typed: dict[str, Any] = {}
+    for name, key in rngs.items():
+        if is_key(key):
+            typed[name] = key
+        elif is_array(key) and key.dtype == np.uint32 and key.ndim == 1:
+            typed[name] = jax.random.wrap_key_data(key)
+        else:
+            faults.add(f"rngs/{name}", got=repr(key), want="a random key", change="pass jax.random.key(seed)")
+    faults.raise_if_any(TypeError)
+    return typed

@@ -61,7 +61,27 @@ def is_mean(node: Any) -> bool:
 
 def ratio(mean: Mean) -> jax.Array:
     """Total / count, and 0 where nothing was counted."""
-    return mean.total / jnp.where(mean.count == 0, 1, mean.count)
+    return jnp.where(mean.count == 0, 0, mean.total / jnp.where(mean.count == 0, 1, mean.count))
+
+
+def check_aux(aux: Any) -> None:
+    """Raises `TypeError` for metrics that are neither floating-point nor integers."""
+    dtypes: set[str] = set()
+    types: set[str] = set()
+    for leaf in jax.tree.leaves(aux):
+        dtype = (
+            leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf) if isinstance(leaf, int | float) else None
+        )
+        if dtype is None:
+            types.add(type(leaf).__name__)
+        elif not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)):
+            dtypes.add(str(dtype))
+    if dtypes or types:
+        kinds = [f"{what} {', '.join(sorted(names))}" for what, names in (("dtype", dtypes), ("type", types)) if names]
+        raise TypeError(
+            f"loss_fn: got aux of {' and '.join(kinds)}; want vs.Mean, floats (averaged over the devices) or integers "
+            "(summed over them); convert it"
+        )
 
 
 def sum_over_devices(tree: Any, axis: str) -> Any:
@@ -72,20 +92,13 @@ def sum_over_devices(tree: Any, axis: str) -> Any:
     - `tree`: scalars and small arrays.
     - `axis`: the mesh axis, inside `shard_map`.
 
-    Returns: the sums; floats at least in float32.
-
-    Raises: `TypeError` for a leaf that is neither floating-point nor integer.
+    Returns: the sums; floats at least in float32, integers in 32 bits.
     """
-    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-    strange = {str(leaf.dtype) for leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.number)}
-    if strange:
-        raise TypeError(
-            f"loss_fn: got aux of dtype {', '.join(sorted(strange))}; want vs.Mean, floats (averaged over the devices) "
-            "or integers (summed over them); convert it"
-        )
+    leaves, treedef = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
     is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
     floats = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x, f in zip(leaves, is_float, strict=True) if f]
-    integers = [x for x, f in zip(leaves, is_float, strict=True) if not f]
+    integers = [x.astype(jnp.promote_types(x.dtype, jnp.int32)) for x, f in zip(leaves, is_float, strict=True) if not f]
     sums = {True: iter(_sum_flat(floats, axis)), False: iter(_sum_flat(integers, axis))}
     return jax.tree.unflatten(treedef, [next(sums[f]) for f in is_float])
 

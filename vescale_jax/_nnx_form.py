@@ -11,7 +11,7 @@ import jax
 import jax.core
 from flax import nnx
 
-from ._form import Leaf, Parts, path_name
+from ._form import Leaf, Parts, by_path, path_name
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class NNXForm:
         params_paths, params_leaves, params_treedef = _flatten_state(params)
         rest_paths, rest_leaves, rest_treedef = _flatten_state(rest)
         form = cls(graphdef, params_treedef, params_paths, rest_treedef, rest_paths)
-        return Parts(dict(zip(params_paths, params_leaves, strict=True)), tuple(rest_leaves)), form
+        return Parts(by_path(params_paths, params_leaves), tuple(rest_leaves)), form
 
     def inside(self, params: Mapping[str, Leaf], rest: tuple[Leaf, ...]) -> nnx.Module:
         """The module itself, merged."""

@@ -22,6 +22,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 from jax.interpreters import partial_eval
 
 from ._dots import untranspose
+from ._form import is_key
 
 Tensors = dict[str, jax.Array]
 """Parameters by path, whole, in the gathered dtype."""
@@ -70,7 +71,7 @@ def value_and_pullback(
     frozen: Tensors,
     rest: Any,
     batch: Any,
-) -> tuple[jax.Array, Any, Pullback]:
+) -> tuple[jax.Array, Any, Any, Pullback]:
     """Evaluates a loss and prepares its backward pass.
 
     Arguments:
@@ -79,9 +80,10 @@ def value_and_pullback(
     - `freed`: paths of the parameters that are freed after the forward pass.
     - `params`: what is differentiated for.
     - `frozen`: parameters without gradient.
-    - `rest`, `batch`: pytrees of arrays.
+    - `rest`, `batch`: pytrees of arrays. The batch and random keys in the rest differ from device to device.
 
-    Returns: the loss, what else `fn` returned, and the pullback.
+    Returns: the loss; what else `fn` returned; for each array of that, whether it can differ from device to device; and
+    the pullback.
     """
     made: list[_Leaves] = []
 
@@ -100,10 +102,12 @@ def value_and_pullback(
     consts = tuple(closed.consts)
     jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
     origins = [_NOTHING] * len(consts) + _origins(freed, operands)
-    again = [origin == _FREED for origin in _propagate(jaxpr, origins)[results.num_leaves :]]
+    found = _propagate(jaxpr, origins)
+    varies = jax.tree.unflatten(results, [bool(origin & (_BATCH | _KEY)) for origin in found[: results.num_leaves]])[1]
+    again = [bool(origin & _FREED) and not origin & _BATCH for origin in found[results.num_leaves :]]
     recompute, used = partial_eval.dce_jaxpr(jaxpr, [False] * results.num_leaves + again)
     kept = tuple(None if free else value for value, free in zip(residuals, again, strict=True))
-    return total, aux, Pullback(kept, recompute, tuple(used), consts, made[-1].restore)
+    return total, aux, varies, Pullback(kept, recompute, tuple(used), consts, made[-1].restore)
 
 
 @dataclass(frozen=True)
@@ -131,14 +135,15 @@ class _Leaves:
 
 
 # What a value was computed from: bits, joined by or. Constants are made of nothing.
-_NOTHING, _FREED, _BATCH = 0, 1, 2
+_NOTHING, _FREED, _BATCH, _KEY = 0, 1, 2, 4
 
 
 def _origins(freed: Collection[str], operands: tuple[Tensors, Tensors, Any, Any]) -> list[int]:
     """The origin of every leaf. Kept parameters and the rest are alive anyway: they count as nothing."""
     params, frozen, rest, batch = operands
     marked = [{path: _FREED if path in freed else _NOTHING for path in tensors} for tensors in (params, frozen)]
-    tree = (*marked, jax.tree.map(lambda _: _NOTHING, rest), jax.tree.map(lambda _: _BATCH, batch))
+    keys = jax.tree.map(lambda leaf: _KEY if is_key(leaf) else _NOTHING, rest)
+    tree = (*marked, keys, jax.tree.map(lambda _: _BATCH, batch))
     return jax.tree.leaves(tree)
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vescale_layouts import DBuffer
+from vescale_layouts import BlockArrays, DBuffer
 
 from ._form import Form
 from ._groups import Unit, each_group
@@ -102,6 +102,21 @@ class Sharded:
                 yield group.prefix + name, tensor
 
 
+def check_sharded(model: Any, what: str) -> Structure:
+    """The structure of a sharded model.
+
+    Raises: `TypeError` if it is none.
+    """
+    if not isinstance(model, Sharded):
+        raise TypeError(f"{what}: got a model of type {type(model).__name__}; want what fully_shard returned; shard it")
+    return model.structure
+
+
+def is_abstract(tree: Any) -> bool:
+    """Whether a tree holds shapes without values."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
 def unshard(model: Sharded) -> Any:
     """The model in the form the user gave it, with whole parameters on the host's default device.
 
@@ -110,10 +125,15 @@ def unshard(model: Sharded) -> Any:
     - `model`: what `fully_shard` returned, trained or not.
 
     Returns: an `nnx.Module`, the variables of a linen module (unboxed), or the pytree, in the stored dtypes.
+
+    Raises: `TypeError` for what is no sharded model, `ValueError` for an abstract one.
     """
+    structure = check_sharded(model, "unshard")
+    if is_abstract(model):
+        raise ValueError("unshard: got an abstract model; want one with values; call fully_shard without abstract=True")
     params = {path: jax.numpy.asarray(tensor) for path, tensor in model.tensors()}
     rest = tuple(jax.device_put(leaf, jax.devices()[0]) for leaf in model.rest)
-    return model.structure.form.whole(params, rest)
+    return structure.form.whole(params, rest)
 
 
 def shardings(tree: Any, replicated: NamedSharding) -> Any:
@@ -122,16 +142,18 @@ def shardings(tree: Any, replicated: NamedSharding) -> Any:
     Arguments:
 
     - `tree`: any pytree with `DBuffer`s in it, such as an optimizer's state; leaves need shapes only.
-    - `replicated`: for leaves that are no buffers.
+    - `replicated`: for leaves that are neither in a buffer nor beside the blocks of a view.
 
     Returns: the same tree with shardings for leaves. A buffer whose array is no longer of the buffer's size (the
     placeholders of factored optimizers) is replicated.
     """
 
     def one(node: Any) -> Any:
+        if isinstance(node, BlockArrays):
+            return node.shardings(replicated)
         if not isinstance(node, DBuffer):
             return replicated
         even = getattr(node.data, "shape", None) == (node.layout.buffer_size,)
         return DBuffer(node.layout.sharding if even else replicated, node.layout)
 
-    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, DBuffer))
+    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, DBuffer | BlockArrays))

@@ -17,7 +17,7 @@ import optax
 
 from ._batch import place
 from ._gradient import value_and_grad
-from ._sharded import Sharded, shardings
+from ._sharded import Sharded, check_sharded, is_abstract, shardings
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "model", "opt_state"], meta_fields=[])
@@ -52,7 +52,7 @@ class Metrics(NamedTuple):
     aux: Any
 
 
-def train_state(model: Sharded, tx: optax.GradientTransformation) -> TrainState:
+def train_state(model: Sharded, tx: Any) -> TrainState:
     """The state before the first step; the optimizer's state is born sharded.
 
     Arguments:
@@ -60,10 +60,11 @@ def train_state(model: Sharded, tx: optax.GradientTransformation) -> TrainState:
     - `model`: what `fully_shard` returned; with `abstract=True` the state is abstract too.
     - `tx`: an optax transformation.
     """
-    replicated = model.structure.replicated
+    replicated = check_sharded(model, "train_state").replicated
+    _check_optimizer(tx, "train_state")
     shapes = jax.eval_shape(tx.init, model.params)
     targets = shardings(shapes, replicated)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model.params)):
+    if is_abstract(model):
         step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         described = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, targets)
         return TrainState(step, model, described)
@@ -73,7 +74,7 @@ def train_state(model: Sharded, tx: optax.GradientTransformation) -> TrainState:
 
 def train_step(
     loss_fn: Callable[..., Any],
-    tx: optax.GradientTransformation,
+    tx: Any,
     *,
     has_aux: bool = False,
     max_norm: float | None = None,
@@ -98,6 +99,7 @@ def train_step(
     """
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"train_step: max_norm: got {max_norm}; want a positive number; pass None for no clipping")
+    _check_optimizer(tx, "train_step")
     gradient = value_and_grad(loss_fn, has_aux=has_aux, replicate_batch=replicate_batch)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -113,6 +115,13 @@ def train_step(
         return new, Metrics(value.loss, value.grad_norm, value.aux)
 
     return TrainStep(step, replicate_batch, donate, dict(compiler_options or {}))
+
+
+def _check_optimizer(tx: Any, what: str) -> None:
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(
+            f"{what}: tx: got {tx!r}; want an optax transformation, with init and update; pass optax.adamw()"
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,14 @@ class TrainStep:
 
         Raises: `ValueError` that names every leaf whose rows do not divide by the devices of the axis.
         """
-        return self.jitted(state)(state, self._place(state, batch))
+        jitted = self.jitted(state)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            # JAX 0.10.2 looks too late, and ends the process.
+            raise RuntimeError(
+                "train_step: got a state that was donated to an earlier step; want the state which that step returned; "
+                "write state, metrics = step(state, batch), or pass donate=False"
+            )
+        return jitted(state, self._place(state, batch))
 
     def lower(self, state: TrainState, batch: Any) -> Any:
         """Lowers the step for these arguments, abstract ones included: `.compile().as_text()` is the program."""

@@ -6,9 +6,7 @@ from typing import Any
 
 import jax
 
-from vescale_planner import Faults
-
-from ._form import Leaf, Parts, is_array, is_key, path_name
+from ._form import Leaf, Parts, by_path, is_key, path_name
 
 
 @dataclass(frozen=True)
@@ -23,20 +21,15 @@ class TreeForm:
     def split(cls, tree: Any) -> tuple[Parts, "TreeForm"]:
         """Takes a pytree apart.
 
-        Raises: `TypeError` that names every leaf which is no array.
+        Raises: see `by_path`.
         """
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        faults = Faults("fully_shard")
-        for path, leaf in flat:
-            if not is_array(leaf):
-                got = f"a leaf of type {type(leaf).__name__}"
-                change = "wrap it in jnp.asarray, or keep it out of the tree"
-                faults.add(path_name(path), got=got, want="an array", change=change)
-        faults.raise_if_any(TypeError)
         paths = tuple(path_name(path) for path, _ in flat)
-        is_param = tuple(not is_key(leaf) for _, leaf in flat)
-        params = {p: leaf for p, (_, leaf), keep in zip(paths, flat, is_param, strict=True) if keep}
-        rest = tuple(leaf for (_, leaf), keep in zip(flat, is_param, strict=True) if not keep)
+        leaves = [leaf for _, leaf in flat]
+        by_path(paths, leaves)
+        is_param = tuple(not is_key(leaf) for leaf in leaves)
+        params = {p: leaf for p, leaf, keep in zip(paths, leaves, is_param, strict=True) if keep}
+        rest = tuple(leaf for leaf, keep in zip(leaves, is_param, strict=True) if not keep)
         return Parts(params, rest), cls(treedef, is_param, paths)
 
     @property

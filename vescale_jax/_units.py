@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import count
 from typing import TypeAlias
 
 from vescale_planner import Faults
@@ -42,6 +43,11 @@ def assign(paths: Mapping[str, int], rule: UnitRule, max_bytes: int | None, faul
         owners = _layers(list(paths))
     elif callable(rule):
         owners = {path: rule(path) for path in paths}
+        for path, owner in owners.items():
+            if owner is not None and not isinstance(owner, str):
+                got = f"{owner!r} for {path}"
+                faults.add("units", got=got, want="a unit name or None", change="return a string")
+        faults.raise_if_any(TypeError)
         if paths and all(owner is None for owner in owners.values()):
             some = ", ".join(list(paths)[:3])
             want = "a unit name for at least one parameter"
@@ -91,6 +97,10 @@ def _layers(paths: Sequence[str]) -> dict[str, str | None]:
 
 
 def _prefixes(paths: Sequence[str], patterns: Sequence[str], faults: Faults) -> dict[str, str | None]:
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        want = "None, a sequence of patterns, or a function from path to unit name"
+        faults.add("units", got=repr(patterns), want=want, change="pass one of these")
+        faults.raise_if_any(TypeError)
     if isinstance(patterns, str):
         faults.add(
             "units", got=f"the string {patterns!r}", want="a sequence of patterns", change=f"pass ({patterns!r},)"
@@ -115,6 +125,7 @@ def _prefixes(paths: Sequence[str], patterns: Sequence[str], faults: Faults) -> 
 def _split(units: Mapping[str, list[str]], size: Mapping[str, int], cap: int) -> dict[str, list[str]]:
     """Gives parameters above the cap a unit each and cuts what is left into runs below it."""
     out: dict[str, list[str]] = {}
+    taken = {*units, *size}
     for name, paths in units.items():
         if sum(size[path] for path in paths) <= cap or len(paths) == 1:
             out[name] = paths
@@ -122,14 +133,21 @@ def _split(units: Mapping[str, list[str]], size: Mapping[str, int], cap: int) ->
         runs: list[list[str]] = [[]]
         for path in paths:
             if size[path] > cap:
-                out[path] = [path]
+                out[path if path not in units else _free(path, taken)] = [path]
             elif sum(size[p] for p in runs[-1]) + size[path] > cap:
                 runs.append([path])
             else:
                 runs[-1].append(path)
         for i, run in enumerate(run for run in runs if run):
-            out[name if i == 0 else f"{name}.{i}"] = run
+            out[name if i == 0 else _free(name, taken)] = run
     return out
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """A numbered name that neither a unit nor a parameter has; it is taken afterwards."""
+    number = next(i for i in count(1) if f"{name}.{i}" not in taken)
+    taken.add(f"{name}.{number}")
+    return f"{name}.{number}"
 
 
 def _refuse(units: Mapping[str, list[str]], size: Mapping[str, int], cap: int, faults: Faults) -> None:

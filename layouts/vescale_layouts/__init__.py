@@ -1,5 +1,12 @@
 """Flat, ragged buffers on a JAX mesh: placements, layouts, packing, gather and reduce-scatter."""
 
+from ._block_arrays import BlockArrays as BlockArrays
+from ._block_index import Batch as Batch
+from ._block_index import BlockIndex as BlockIndex
+from ._block_index import block_index as block_index
+from ._block_index import choose_blocks as choose_blocks
+from ._block_view import BlockView as BlockView
+from ._block_view import LocalBlocks as LocalBlocks
 from ._collectives import gather as gather
 from ._collectives import reduce_scatter as reduce_scatter
 from ._dbuffer import DBuffer as DBuffer

@@ -67,9 +67,14 @@ def reduce_scatter(
     Returns: the local shard of the sum, of shape `(S,)`, zero in the padding.
     """
     packed = pack(layout.plan, tensors, reduce_dtype)
-    if not layout.buffer_size:
-        return packed.astype(shard_dtype)  # Collectives of nothing are not defined.
+    if _alone(layout):
+        return packed.astype(shard_dtype)
     return lax.psum_scatter(packed, layout.axis, tiled=True).astype(shard_dtype)
+
+
+def _alone(layout: Layout) -> bool:
+    """Whether the shard is the buffer: on one device, or when there is no element (no collective takes none)."""
+    return layout.plan.num_shards == 1 or not layout.buffer_size
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
@@ -79,8 +84,8 @@ def _gather(
     if gather_dtype != shard.dtype:
         # The barrier keeps the cast before the collective: XLA may otherwise move it behind and double the bytes.
         shard = lax.optimization_barrier(shard.astype(gather_dtype))
-    if not layout.buffer_size:
-        buffer = shard  # Collectives of nothing are not defined.
+    if _alone(layout):
+        buffer = shard
     elif again:
         buffer = lax.all_gather(shard, layout.axis, tiled=False).reshape(layout.buffer_size)
     else:

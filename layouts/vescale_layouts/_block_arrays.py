@@ -1,0 +1,113 @@
+"""BlockArrays: what an optimizer keeps for every block, such as a scale, as a pytree node that knows its sharding.
+
+Shapes: N shards, B blocks of one shape on each: an array (N * B, ...) for each shape of blocks.
+
+Device k holds what belongs to its own blocks, in the order in which `LocalBlocks.split` returns them. Which block that
+is differs from mesh to mesh; `tensors` and `from_tensors` go by the logical tensor, for checkpoints and comparisons.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ._block_index import Batch
+from ._block_view import BlockView
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class BlockArrays:
+    """Something for every block of a view, such as scales or statistics: a pytree node with one array a batch.
+
+    Arguments:
+
+    - `data`: for each of `view.batches` an array `(N * B, ...)`, or `(B, ...)` inside `BlockView.map`: device k holds
+      what belongs to its own blocks, in their order.
+    - `view`: whose blocks; static.
+    """
+
+    __slots__ = ("data", "view")
+
+    def __init__(self, data: Sequence[Any], view: BlockView) -> None:
+        self.data = tuple(data)
+        self.view = view
+
+    @classmethod
+    def zeros(cls, view: BlockView, dtype: DTypeLike, shape: Callable[[Batch], tuple[int, ...]] | None = None) -> Any:
+        """Zeros for every block, made on the devices that hold them.
+
+        Arguments:
+
+        - `view`: whose blocks.
+        - `dtype`: of the arrays.
+        - `shape`: of what one block has, by batch. None: a scalar.
+        """
+        shards, sharding = view.layout.plan.num_shards, view.layout.sharding
+        return cls(
+            [
+                jnp.zeros((shards * batch.count, *(shape(batch) if shape else ())), dtype, device=sharding)
+                for batch in view.batches
+            ],
+            view,
+        )
+
+    @classmethod
+    def from_tensors(cls, view: BlockView, tensors: Mapping[str, Any], dtype: DTypeLike) -> "BlockArrays":
+        """The inverse of `tensors`, for any other view of the same blocks: another mesh, another grouping.
+
+        Arguments:
+
+        - `view`: whose blocks.
+        - `tensors`: an array `(matrices, blocks down, blocks across, ...)` for each tensor of the view, by name.
+        - `dtype`: of the result.
+        """
+        data: list[Any] = []
+        for batch in view.batches:
+            more = np.shape(tensors[batch.names[0]])[3:]
+            whole = np.zeros((view.layout.plan.num_shards * batch.count, *more), dtype)
+            for name in batch.names:
+                whole[view.index.order(name)[1]] = tensors[name]
+            data.append(jax.device_put(whole, view.layout.sharding))
+        return cls(data, view)
+
+    def tensors(self) -> dict[str, Any]:
+        """What belongs to the blocks of each tensor: `(matrices, blocks down, blocks across, ...)`, by name.
+
+        The same on every mesh and under every grouping; can be traced. Runs of elements are one row of blocks.
+        """
+        found: dict[str, Any] = {}
+        for name, _ in self.view.blocks:
+            number, where = self.view.index.order(name)
+            found[name] = self.data[number][where]
+        return found
+
+    def shardings(self, replicated: Any) -> "BlockArrays":
+        """The sharding of each array; `replicated` for what is no longer one row of blocks a device."""
+        plan, sharding = self.view.layout.plan, self.view.layout.sharding
+        return BlockArrays(
+            [
+                sharding if getattr(x, "shape", ())[:1] == (plan.num_shards * batch.count,) else replicated
+                for x, batch in zip(self.data, self.view.batches, strict=True)
+            ],
+            self.view,
+        )
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], BlockView]:
+        """One child a batch; the view is static."""
+        return tuple((jax.tree_util.SequenceKey(i), x) for i, x in enumerate(self.data)), self.view
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], BlockView]:
+        """One child a batch; the view is static."""
+        return self.data, self.view
+
+    @classmethod
+    def tree_unflatten(cls, view: BlockView, children: Sequence[Any]) -> "BlockArrays":
+        """Puts any leaves back: a pytree node may not judge what `jax.tree.map` made."""
+        return cls(children, view)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(str(getattr(x, "shape", type(x).__name__)) for x in self.data)
+        return f"BlockArrays({shapes}, {self.view.layout!r})"

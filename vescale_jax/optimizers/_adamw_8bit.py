@@ -1,0 +1,277 @@
+"""adamw_8bit: AdamW whose two moments take one byte a parameter each, and a scale for every block.
+
+Comes in: gradients and parameters in flat buffers. Goes out: updates and a state of 8-bit codes in buffers that lie
+exactly as the parameters do, with float32 scales beside the blocks. Each block is whole on one device, so decoding, the
+step and encoding are local: no collective. Which parameters are coded, and in which blocks, follows from their shapes
+and the blocks they were planned with, never from what one device holds; so the state and the updates are the same on
+every mesh and however parameters are grouped.
+
+Two departures from Dettmers et al. (arXiv 2110.02861). The second moment is kept as its root, which halves the decades
+that a code has to span, and neither overflows nor vanishes where the square of a gradient would. And its code rounds
+positive numbers to positive ones, so that no step divides by zero because of rounding.
+
+Shapes: N shards of S elements (1D), G = N * S; B blocks of r x c in a batch (3D).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from vescale_layouts import BlockArrays, BlockView, DBuffer, Layout, LocalBlocks
+from vescale_planner import Block, Elements, Faults, Slot, Tile
+
+from ._codes import Code, CodeName
+
+ScalarOrSchedule = Any
+"""A number, an array without dims, or a function from the count of steps done to one."""
+
+
+class Moment8bit(NamedTuple):
+    """One moment of the parameters of a group.
+
+    Attributes:
+
+    - `codes`: uint8 (G,), in the places of the parameters; None where no parameter of the group is coded.
+    - `scales`: float32, one for every block of a coded parameter.
+    - `small`: float32, the moment itself for parameters that are not coded; a block for each element or small tile.
+    """
+
+    codes: DBuffer | None
+    scales: BlockArrays
+    small: BlockArrays
+
+
+class Moments8bit(NamedTuple):
+    """Both moments of the parameters of a group.
+
+    Attributes:
+
+    - `mean`: of the gradient.
+    - `rms`: the root of the mean of its square.
+    """
+
+    mean: Moment8bit
+    rms: Moment8bit
+
+
+class AdamW8bitState(NamedTuple):
+    """The state of `adamw_8bit`.
+
+    Attributes:
+
+    - `count`: steps done, an int32 scalar.
+    - `moments`: the parameters' tree, with `Moments8bit` in the place of every buffer.
+    """
+
+    count: Any
+    moments: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `adamw_8bit` was called with."""
+
+    b1: float
+    b2: float
+    eps: float
+    block_size: int | Tile
+    code: CodeName
+    min_size: int
+
+    def views(self, layout: Layout) -> tuple[BlockView, BlockView]:
+        """The blocks of the coded parameters, and those of the others."""
+        slots = layout.plan.slots
+        coded = {name: self.block(slot) for name, slot in slots.items() if slot.spec.size >= self.min_size}
+        # One element a block where storage allows: the plan's cuts do not matter then.
+        small = {
+            name: Elements(1) if slot.storage == "row_major" else slot.spec.block
+            for name, slot in slots.items()
+            if name not in coded
+        }
+        return BlockView.of(layout, coded), BlockView.of(layout, small)
+
+    def block(self, slot: Slot) -> Block:
+        """The block of a coded parameter."""
+        if isinstance(self.block_size, Tile):
+            return self.block_size
+        return slot.spec.block if isinstance(slot.spec.block, Tile) else Elements(self.block_size)
+
+
+def adamw_8bit(
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    *,
+    block_size: int | Tile = 256,
+    code: CodeName = "dynamic",
+    min_size: int = 4096,
+) -> optax.GradientTransformation:
+    """AdamW with 8-bit state: about 2.03 bytes a parameter instead of 8.
+
+    Pass `blocks=Elements(256)`, or a `Tile` for each matrix, to `fully_shard`, so that no shard cuts a block.
+
+        model = vs.fully_shard(model, mesh, blocks=Elements(256))
+        tx = vs.optimizers.adamw_8bit(1e-3)
+
+    A step computes in float32: with g the gradient, m and r the decoded moments, t the number of the step,
+
+        m = b1 m + (1 - b1) g,  r = sqrt(b2 r^2 + (1 - b2) g^2),
+        update = -learning_rate (m / (1 - b1^t) / (r / sqrt(1 - b2^t) + eps) + weight_decay p),
+
+    and then encodes m and r again, each block by its largest magnitude.
+
+    Arguments:
+
+    - `learning_rate`: a number, or an optax schedule.
+    - `b1`, `b2`, `eps`, `weight_decay`: as in `optax.adamw`.
+    - `block_size`: elements that share a scale. A number: parameters that were planned with `Tile` blocks take their
+      own tile, all others runs of so many elements. A `Tile`: all parameters take it; a vector counts as one row.
+    - `code`: `"dynamic"` or `"linear"`; see `_codes.py`.
+    - `min_size`: parameters with fewer elements keep float32 moments; `precisions` lists them.
+
+    Returns: an optax transformation over `model.params`, for `train_state` and `train_step`. Updates have the dtype of
+    the parameters.
+
+    Raises: `ValueError` or `TypeError` for numbers out of range. `init` and `update` raise `ValueError` that names
+    every parameter whose blocks its plan may cut, on this mesh or another, and what to pass to `fully_shard`.
+    """
+    _check(b1, b2, eps, block_size, code, min_size)
+    settings = Settings(b1, b2, eps, block_size, code, min_size)
+
+    def init(params: Any) -> AdamW8bitState:
+        _check_buffers(settings, params)
+        moments = jax.tree.map(lambda buffer: _zeros(settings, buffer.layout), params, is_leaf=is_buffer)
+        return AdamW8bitState(jnp.zeros((), jnp.int32), moments)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamW8bitState]:
+        if params is None:
+            raise ValueError(
+                "adamw_8bit: got no params; want them, for weight decay; call update(grads, state, params)"
+            )
+        rate = jnp.asarray(learning_rate(state.count) if callable(learning_rate) else learning_rate, jnp.float32)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        grads, tree = jax.tree.flatten(updates, is_leaf=is_buffer)
+        buffers, moments = tree.flatten_up_to(params), tree.flatten_up_to(state.moments)
+        steps = [_direction(settings, count, g, m) for g, m in zip(grads, moments, strict=True)]
+        new = [
+            DBuffer(_scaled(direction, p.data, rate, weight_decay), p.layout)
+            for (direction, _), p in zip(steps, buffers, strict=True)
+        ]
+        return tree.unflatten(new), AdamW8bitState(count, tree.unflatten([moments for _, moments in steps]))
+
+    return optax.GradientTransformation(init, update)
+
+
+def is_buffer(node: Any) -> bool:
+    """Whether a node of a tree is a group's buffer."""
+    return isinstance(node, DBuffer)
+
+
+def _zeros(settings: Settings, layout: Layout) -> Moments8bit:
+    coded, small = settings.views(layout)
+
+    def moment() -> Moment8bit:
+        return Moment8bit(
+            DBuffer.zeros(layout, jnp.uint8) if coded.batches else None,
+            BlockArrays.zeros(coded, jnp.float32),
+            BlockArrays.zeros(small, jnp.float32, lambda batch: (batch.rows, batch.cols)),
+        )
+
+    return Moments8bit(moment(), moment())
+
+
+def _direction(settings: Settings, count: jax.Array, grad: DBuffer, moments: Moments8bit) -> tuple[Any, Moments8bit]:
+    """What AdamW would add to the parameters of a group, before the learning rate and weight decay: float32 (G,)."""
+    coded, small = settings.views(grad.layout)
+    signed, unsigned = Code(settings.code, True), Code(settings.code, False)
+    step = count.astype(jnp.float32)
+    corrections = 1 - settings.b1**step, jnp.sqrt(1 - settings.b2**step)
+
+    def on_small(local: LocalBlocks, grad: jax.Array, mean: Any, rms: Any, replicated: Any) -> Any:
+        found = [_adam(settings, g, *old, *replicated) for g, *old in zip(_wide(local, grad), mean, rms, strict=True)]
+        onto = jnp.zeros(grad.shape, jnp.float32)
+        out, mean, rms = zip(*found, strict=True) if found else ((), (), ())
+        return local.join(out, onto), mean, rms
+
+    def on_coded(local: LocalBlocks, grad: jax.Array, onto: jax.Array, mean: Any, rms: Any, replicated: Any) -> Any:
+        found: list[Any] = []
+        old = zip(_wide(local, grad), local.split(mean[0]), mean[1], local.split(rms[0]), rms[1], strict=True)
+        for g, m, m_scale, r, r_scale in old:
+            m, r = signed.decode(m, m_scale[:, None, None]), unsigned.decode(r, r_scale[:, None, None])
+            out, m, r = _adam(settings, g, m, r, *replicated)
+            m_scale, r_scale = jnp.abs(m).max((1, 2)), r.max((1, 2))
+            codes = signed.encode(m, m_scale[:, None, None]), unsigned.encode(r, r_scale[:, None, None])
+            found.append((out, codes[0], m_scale, codes[1], r_scale))
+        out, m, m_scale, r, r_scale = zip(*found, strict=True)
+        return local.join(out, onto), (local.join(m), m_scale), (local.join(r), r_scale)
+
+    mean, rms = moments
+    out, small_mean, small_rms = small.map(on_small, grad.data, mean.small.data, rms.small.data, replicated=corrections)
+    found = [(mean.codes, mean.scales.data), (rms.codes, rms.scales.data)]
+    if coded.batches:
+        of = [(codes.data, scales) for codes, scales in found if codes is not None]
+        out, *parts = coded.map(on_coded, grad.data, out, *of, replicated=corrections)
+        found = [(DBuffer(codes, grad.layout), scales) for codes, scales in parts]
+    new = [
+        Moment8bit(codes, BlockArrays(scales, coded), BlockArrays(rest, small))
+        for (codes, scales), rest in zip(found, (small_mean, small_rms), strict=True)
+    ]
+    return out, Moments8bit(*new)
+
+
+def _wide(local: LocalBlocks, shard: jax.Array) -> list[jax.Array]:
+    return [block.astype(jnp.float32) for block in local.split(shard)]
+
+
+def _adam(settings: Settings, g: Any, m: Any, r: Any, mean_correction: Any, rms_correction: Any) -> Any:
+    """One step on float32 blocks: the direction and the new moments."""
+    m = settings.b1 * m + (1 - settings.b1) * g
+    # Scaled by the larger of the two, so that no square is too large or too small for float32.
+    size = jnp.maximum(r, jnp.abs(g))
+    unit = jnp.where(size == 0, jnp.ones_like(size), size)
+    r = size * jnp.sqrt(settings.b2 * jnp.square(r / unit) + (1 - settings.b2) * jnp.square(g / unit))
+    return (m / mean_correction) / (r / rms_correction + settings.eps), m, r
+
+
+def _scaled(direction: jax.Array, params: jax.Array, rate: jax.Array, weight_decay: float) -> jax.Array:
+    decayed = direction + weight_decay * params.astype(jnp.float32) if weight_decay else direction
+    return (-rate * decayed).astype(params.dtype)
+
+
+def _check(b1: float, b2: float, eps: float, block_size: Any, code: str, min_size: Any) -> None:
+    faults = Faults("adamw_8bit")
+    for name, value in (("b1", b1), ("b2", b2)):
+        if not 0 <= value < 1:
+            faults.add(name, got=f"{value}", want="at least 0 and below 1", change="pass a decay such as 0.9")
+    if not eps >= 0:
+        faults.add("eps", got=f"{eps}", want="at least 0", change="pass a small number such as 1e-8")
+    if not isinstance(block_size, Tile) and not (isinstance(block_size, int) and block_size >= 1):
+        want = "a number of elements, or a Tile"
+        faults.add("block_size", got=repr(block_size), want=want, change="pass 256, or Tile(32, 32)")
+    if code not in get_args(CodeName):
+        faults.add("code", got=repr(code), want="'dynamic' or 'linear'", change="pass one of these")
+    if not isinstance(min_size, int) or min_size < 0:
+        faults.add("min_size", got=repr(min_size), want="a number of elements", change="pass 4096, or 0 to code all")
+    faults.raise_if_any()
+
+
+def _check_buffers(settings: Settings, params: Any) -> None:
+    faults = Faults(f"adamw_8bit(block_size={settings.block_size!r})")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_buffer):
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not is_buffer(leaf):
+            raise TypeError(
+                f"adamw_8bit: {where}: got {type(leaf).__name__}; want a buffer of a sharded model; shard the model "
+                "with fully_shard and pass model.params"
+            )
+        try:
+            settings.views(leaf.layout)
+        except ValueError as error:
+            for line in str(error).split("\n  ")[1:]:
+                faults.absorb(ValueError(f"{where}/{line}"))
+    faults.raise_if_any()
