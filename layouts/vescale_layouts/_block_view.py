@@ -150,3 +150,17 @@ class LocalBlocks:
     def masks(self) -> list[jax.Array]:
         """Which elements exist: bool `(B, rows, cols)` for each of `view.batches`."""
         return [at < self.view.layout.shard_size for at in self.positions]
+
+    def owners(self) -> jax.Array:
+        """The block of every element of the shard: int32 `(S,)`, counted through the batches in their order.
+
+        Where an element is in no block it is the number of all blocks. What blocks have, concatenated with one entry
+        more and indexed by this, comes to lie beside the elements.
+        """
+        start = 0
+        found: list[jax.Array] = []
+        for at in self.positions:
+            number = start + jnp.arange(len(at), dtype=jnp.int32)
+            found.append(jnp.broadcast_to(number[:, None, None], at.shape))
+            start += len(at)
+        return self.join(found, onto=jnp.full(self.view.layout.shard_size, start, jnp.int32))

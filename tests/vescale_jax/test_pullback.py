@@ -47,7 +47,7 @@ def run(
 
     @jax.jit
     def grads(trained: Any, others: Any, batch: Any) -> Any:
-        value, _, pull = value_and_pullback(
+        value, _, _, pull = value_and_pullback(
             lambda p, f, rest, batch: (loss({**p, **f}, batch), ()),
             set(everything) if freed is None else freed,
             trained,
@@ -213,9 +213,31 @@ def test_a_loss_that_ignores_the_batch() -> None:
 
 def test_what_else_is_returned_has_no_gradient() -> None:
     params = {"w": jnp.ones(3)}
-    value, aux, pull = value_and_pullback(
+    value, aux, varies, pull = value_and_pullback(
         lambda p, f, r, b: (jnp.sum(p["w"] ** 2), {"double": 2 * p["w"], "rest": r}), {"w"}, params, {}, (7,), ()
     )
     np.testing.assert_array_equal(aux["double"], [2, 2, 2])
     assert aux["rest"] == (7,)
+    assert varies == {"double": False, "rest": (False,)}
     np.testing.assert_array_equal(pull(jnp.ones_like(value), params, {}, (7,), ())["w"], [2, 2, 2])
+
+
+def test_what_differs_from_device_to_device_is_known() -> None:
+    rest = (jax.random.key(0), jnp.ones(3))
+    returned = {
+        "rows": lambda p, r, b: b.sum(),
+        "count": lambda p, r, b: r[1] + 1,
+        "mask": lambda p, r, b: jax.random.bernoulli(r[0], 0.5, (3,)),
+        "weight": lambda p, r, b: p["w"] * r[1],
+        "both": lambda p, r, b: jax.jit(lambda x, y: (x + 1, y))(r[1], b)[1],
+        "one of both": lambda p, r, b: jax.jit(lambda x, y: (x + 1, y))(r[1], b)[0],
+    }
+    _, _, varies, _ = value_and_pullback(
+        lambda p, f, r, b: (jnp.sum(p["w"]), {name: make(p, r, b) for name, make in returned.items()}),
+        {"w"},
+        {"w": jnp.ones(3)},
+        {},
+        rest,
+        jnp.ones(2),
+    )
+    assert varies == {"rows": True, "count": False, "mask": True, "weight": False, "both": True, "one of both": False}

@@ -199,16 +199,22 @@ def _direction(settings: Settings, count: jax.Array, grad: DBuffer, moments: Mom
         return local.join(out, onto), mean, rms
 
     def on_coded(local: LocalBlocks, grad: jax.Array, onto: jax.Array, mean: Any, rms: Any, replicated: Any) -> Any:
-        found: list[Any] = []
-        old = zip(_wide(local, grad), local.split(mean[0]), mean[1], local.split(rms[0]), rms[1], strict=True)
-        for g, m, m_scale, r, r_scale in old:
+        # First the new scales, which need blocks; then everything else, in the order of the shard.
+        scales: list[Any] = []
+        for g, m, m_scale, r, r_scale in zip(
+            _wide(local, grad), local.split(mean[0]), mean[1], local.split(rms[0]), rms[1], strict=True
+        ):
             m, r = signed.decode(m, m_scale[:, None, None]), unsigned.decode(r, r_scale[:, None, None])
-            out, m, r = _adam(settings, g, m, r, *replicated)
-            m_scale, r_scale = jnp.abs(m).max((1, 2)), r.max((1, 2))
-            codes = signed.encode(m, m_scale[:, None, None]), unsigned.encode(r, r_scale[:, None, None])
-            found.append((out, codes[0], m_scale, codes[1], r_scale))
-        out, m, m_scale, r, r_scale = zip(*found, strict=True)
-        return local.join(out, onto), (local.join(m), m_scale), (local.join(r), r_scale)
+            _, m, r = _adam(settings, g, m, r, *replicated)
+            scales.append((jnp.abs(m).max((1, 2)), r.max((1, 2))))
+        new_mean, new_rms = zip(*scales, strict=True)
+        owners = local.owners()
+        m = signed.decode(mean[0], _owned(mean[1], owners))
+        r = unsigned.decode(rms[0], _owned(rms[1], owners))
+        out, m, r = _adam(settings, grad.astype(jnp.float32), m, r, *replicated)
+        out = jnp.where(owners < sum(len(x) for x in new_mean), out, onto)
+        codes = signed.encode(m, _owned(new_mean, owners)), unsigned.encode(r, _owned(new_rms, owners))
+        return out, (codes[0], new_mean), (codes[1], new_rms)
 
     mean, rms = moments
     out, small_mean, small_rms = small.map(on_small, grad.data, mean.small.data, rms.small.data, replicated=corrections)
@@ -226,6 +232,11 @@ def _direction(settings: Settings, count: jax.Array, grad: DBuffer, moments: Mom
 
 def _wide(local: LocalBlocks, shard: jax.Array) -> list[jax.Array]:
     return [block.astype(jnp.float32) for block in local.split(shard)]
+
+
+def _owned(scales: Any, owners: jax.Array) -> jax.Array:
+    """For every element of a shard the scale of its block, and 0 where it has none."""
+    return jnp.concatenate([*scales, jnp.zeros(1, jnp.float32)])[owners]
 
 
 def _adam(settings: Settings, g: Any, m: Any, r: Any, mean_correction: Any, rms_correction: Any) -> Any:

@@ -62,7 +62,7 @@ class Code:
         Returns: uint8, of the shape of `x`.
         """
         search = _search(self)
-        ratio = x / jnp.where(scale == 0, jnp.ones_like(scale), scale)
+        ratio = jnp.where(scale == 0, jnp.zeros_like(x), x / jnp.where(scale == 0, jnp.ones_like(scale), scale))
         magnitude = jnp.abs(ratio)
         bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
         bucket = jnp.clip((bits >> _BUCKET_BITS) - _FIRST_BUCKET, 0, len(search.start) - 1)
