@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from ._batch import place
+from ._elementwise import check_elementwise
 from ._gradient import value_and_grad
 from ._sharded import Sharded, check_sharded, is_abstract, shardings
 
@@ -59,9 +60,12 @@ def train_state(model: Sharded, tx: Any) -> TrainState:
 
     - `model`: what `fully_shard` returned; with `abstract=True` the state is abstract too.
     - `tx`: an optax transformation.
+
+    Raises: `ValueError` for an optimizer that would treat a buffer otherwise than the parameters in it.
     """
     replicated = check_sharded(model, "train_state").replicated
     _check_optimizer(tx, "train_state")
+    check_elementwise(tx, model.params, "train_state")
     shapes = jax.eval_shape(tx.init, model.params)
     targets = shardings(shapes, replicated)
     if is_abstract(model):

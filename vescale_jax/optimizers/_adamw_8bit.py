@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from vescale_layouts import BlockArrays, BlockView, DBuffer, Layout, LocalBlocks
@@ -190,7 +191,9 @@ def _direction(settings: Settings, count: jax.Array, grad: DBuffer, moments: Mom
     coded, small = settings.views(grad.layout)
     signed, unsigned = Code(settings.code, True), Code(settings.code, False)
     step = count.astype(jnp.float32)
-    corrections = 1 - settings.b1**step, jnp.sqrt(1 - settings.b2**step)
+    # The bias corrections of both moments, put before the fraction: gain * m / (r + eps).
+    root = jnp.sqrt(1 - settings.b2**step)
+    corrections = root / (1 - settings.b1**step), root * settings.eps
 
     def on_small(local: LocalBlocks, grad: jax.Array, mean: Any, rms: Any, replicated: Any) -> Any:
         found = [_adam(settings, g, *old, *replicated) for g, *old in zip(_wide(local, grad), mean, rms, strict=True)]
@@ -199,22 +202,16 @@ def _direction(settings: Settings, count: jax.Array, grad: DBuffer, moments: Mom
         return local.join(out, onto), mean, rms
 
     def on_coded(local: LocalBlocks, grad: jax.Array, onto: jax.Array, mean: Any, rms: Any, replicated: Any) -> Any:
-        # First the new scales, which need blocks; then everything else, in the order of the shard.
-        scales: list[Any] = []
-        for g, m, m_scale, r, r_scale in zip(
-            _wide(local, grad), local.split(mean[0]), mean[1], local.split(rms[0]), rms[1], strict=True
-        ):
+        found: list[Any] = []
+        old = zip(_wide(local, grad), local.split(mean[0]), mean[1], local.split(rms[0]), rms[1], strict=True)
+        for g, m, m_scale, r, r_scale in old:
             m, r = signed.decode(m, m_scale[:, None, None]), unsigned.decode(r, r_scale[:, None, None])
-            _, m, r = _adam(settings, g, m, r, *replicated)
-            scales.append((jnp.abs(m).max((1, 2)), r.max((1, 2))))
-        new_mean, new_rms = zip(*scales, strict=True)
-        owners = local.owners()
-        m = signed.decode(mean[0], _owned(mean[1], owners))
-        r = unsigned.decode(rms[0], _owned(rms[1], owners))
-        out, m, r = _adam(settings, grad.astype(jnp.float32), m, r, *replicated)
-        out = jnp.where(owners < sum(len(x) for x in new_mean), out, onto)
-        codes = signed.encode(m, _owned(new_mean, owners)), unsigned.encode(r, _owned(new_rms, owners))
-        return out, (codes[0], new_mean), (codes[1], new_rms)
+            out, m, r = _adam(settings, g, m, r, *replicated)
+            m_scale, r_scale = jnp.abs(m).max((1, 2)), r.max((1, 2))
+            codes = signed.encode(m, m_scale[:, None, None]), unsigned.encode(r, r_scale[:, None, None])
+            found.append((out, codes[0], m_scale, codes[1], r_scale))
+        out, m, m_scale, r, r_scale = zip(*found, strict=True)
+        return local.join(out, onto), (local.join(m), m_scale), (local.join(r), r_scale)
 
     mean, rms = moments
     out, small_mean, small_rms = small.map(on_small, grad.data, mean.small.data, rms.small.data, replicated=corrections)
@@ -234,24 +231,32 @@ def _wide(local: LocalBlocks, shard: jax.Array) -> list[jax.Array]:
     return [block.astype(jnp.float32) for block in local.split(shard)]
 
 
-def _owned(scales: Any, owners: jax.Array) -> jax.Array:
-    """For every element of a shard the scale of its block, and 0 where it has none."""
-    return jnp.concatenate([*scales, jnp.zeros(1, jnp.float32)])[owners]
-
-
-def _adam(settings: Settings, g: Any, m: Any, r: Any, mean_correction: Any, rms_correction: Any) -> Any:
+def _adam(settings: Settings, g: Any, m: Any, r: Any, gain: Any, eps: Any) -> Any:
     """One step on float32 blocks: the direction and the new moments."""
-    m = settings.b1 * m + (1 - settings.b1) * g
+    m = _rounded(settings.b1 * m) + _rounded((1 - settings.b1) * g)
     # Scaled by the larger of the two, so that no square is too large or too small for float32.
     size = jnp.maximum(r, jnp.abs(g))
     unit = jnp.where(size == 0, jnp.ones_like(size), size)
-    r = size * jnp.sqrt(settings.b2 * jnp.square(r / unit) + (1 - settings.b2) * jnp.square(g / unit))
-    return (m / mean_correction) / (r / rms_correction + settings.eps), m, r
+    squares = _rounded(settings.b2 * jnp.square(r / unit)) + _rounded((1 - settings.b2) * jnp.square(g / unit))
+    r = _rounded(size * jnp.sqrt(squares))
+    return _rounded(gain * (m / (r + eps))), m, r
+
+
+def _rounded(product: Any) -> Any:
+    """A product, rounded to float32 before anything is added to it.
+
+    Compilers may otherwise fuse the two into one operation with one rounding, in some programs and not in others, and
+    codes would differ in their last bit from mesh to mesh. They cannot see through a clip, which changes no finite
+    number.
+    """
+    largest = np.finfo(np.float32).max
+    return jnp.clip(product, -largest, largest)
 
 
 def _scaled(direction: jax.Array, params: jax.Array, rate: jax.Array, weight_decay: float) -> jax.Array:
-    decayed = direction + weight_decay * params.astype(jnp.float32) if weight_decay else direction
-    return (-rate * decayed).astype(params.dtype)
+    if weight_decay:
+        direction = direction + _rounded(weight_decay * params.astype(jnp.float32))
+    return _rounded(-rate * direction).astype(params.dtype)
 
 
 def _check(b1: float, b2: float, eps: float, block_size: Any, code: str, min_size: Any) -> None:
