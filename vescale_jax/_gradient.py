@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec
 
 from ._batch import batch_specs, place
 from ._groups import each_group
-from ._inside import cast_floats, gather_units, reduce_units
+from ._inside import cast_floats, gather_again, gather_units, reduce_unit
 from ._loss import as_mean, check_aux, finish_aux, is_mean, ratio, sum_over_devices
 from ._pullback import Tensors, value_and_pullback
 from ._rest import changed_leaves, own_keys, settle, to_sum
+from ._schedule import run_backward
 from ._sharded import Buffers, Sharded, Structure, check_sharded
 
 
@@ -104,6 +105,7 @@ def _local(
     if structure.num_shards == 1:
         resharded = []  # One shard is the whole buffer: there is nothing to free.
     freed = {path for _, group in each_group(resharded) for path in group.paths}
+    by_name = {unit.name: unit for unit in units}
 
     def total(tensors: Tensors, others: Tensors, rest: tuple[Any, ...], batch: Any) -> tuple[jax.Array, Any]:
         model = structure.form.inside({**tensors, **others}, rest)
@@ -118,11 +120,28 @@ def _local(
     tensors = gather_units(units, params, trainable=True)
     others = gather_units(units, frozen, trainable=False)
     value, (loss, aux, changed), varies, pull = value_and_pullback(total, freed, tensors, others, rest, batch)
-    # The second gathers wait for the end of the forward pass.
-    value, params, frozen = jax.lax.optimization_barrier((value, params, frozen))
-    tensors |= gather_units(resharded, params, trainable=True, again=True)
-    others |= gather_units(resharded, frozen, trainable=False, again=True)
-    grads = reduce_units(units, pull(jnp.ones_like(value), tensors, others, rest, batch))
+    jaxpr, inputs = pull.trace(jnp.ones_like(value), tensors, others, rest, batch)
+    paths = [*sorted(tensors), *sorted(others)]
+    first = len(inputs) - len(jax.tree.leaves((tensors, others, rest, batch)))
+    grads: Buffers = {}
+
+    def fetch(name: str, after: jax.Array) -> Tensors:
+        return gather_again(by_name[name], params, frozen, after)
+
+    def finish(name: str, gradients: Tensors) -> jax.Array:
+        grads[name] = reduce_unit(by_name[name], gradients)
+        return next(iter(grads[name].values())).data
+
+    run_backward(
+        jaxpr,
+        inputs,
+        missing={first + i: path for i, path in enumerate(paths) if path in freed},
+        outputs=sorted(tensors),
+        unit_of={path: unit.name for unit, group in each_group(units) for path in group.paths},
+        fetch=fetch,
+        finish=finish,
+        start=value,
+    )
     squares = sum(
         (jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32)))) for g in jax.tree.leaves(grads)),
         start=jnp.float32(0),

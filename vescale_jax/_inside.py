@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from vescale_layouts import DBuffer, gather, reduce_scatter
 
@@ -39,22 +40,39 @@ def gather_units(
     return tensors
 
 
-def reduce_units(units: Sequence[Unit], grads: Mapping[str, jax.Array]) -> Buffers:
-    """Sums the gradients of whole parameters over the devices and keeps this device's shards.
+def gather_again(unit: Unit, params: Buffers, frozen: Buffers, after: jax.Array) -> dict[str, jax.Array]:
+    """Gathers a unit for the backward pass.
 
     Arguments:
 
-    - `units`: all units.
-    - `grads`: by path, of every trainable parameter.
+    - `unit`: which one.
+    - `params`, `frozen`: the local shards, each of shape `(S,)`.
+    - `after`: an array that has to be there first.
 
-    Returns: the shards, each of shape `(S,)` and of the stored dtype, by unit and group.
+    Returns: the unit's parameters by path, trainable and frozen ones.
     """
-    buffers: Buffers = {}
-    for unit, group in each_group(units):
+    mine = {unit.name: params.get(unit.name, {})}, {unit.name: frozen.get(unit.name, {})}
+    (params, frozen), _ = lax.optimization_barrier((mine, after))
+    tensors = gather_units([unit], params, trainable=True, again=True)
+    return tensors | gather_units([unit], frozen, trainable=False, again=True)
+
+
+def reduce_unit(unit: Unit, grads: Mapping[str, jax.Array]) -> dict[str, DBuffer]:
+    """Sums the gradients of a unit's parameters over the devices and keeps this device's shards.
+
+    Arguments:
+
+    - `unit`: which one.
+    - `grads`: by path, of every trainable parameter of the unit.
+
+    Returns: the shards, each of shape `(S,)` and of the stored dtype, by group.
+    """
+    buffers: dict[str, DBuffer] = {}
+    for _, group in each_group([unit]):
         if group.trainable:
             tensors = {name: grads[group.prefix + name] for name in group.layout.plan.slots}
             shard = reduce_scatter(group.layout, tensors, reduce_dtype=group.reduce_dtype, shard_dtype=group.dtype)
-            buffers.setdefault(unit.name, {})[group.name] = DBuffer(shard, group.layout)
+            buffers[group.name] = DBuffer(shard, group.layout)
     return buffers
 
 

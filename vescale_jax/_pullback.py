@@ -46,22 +46,33 @@ class Pullback:
     consts: tuple[Any, ...]
     restore: Callable[[Sequence[Any]], Callable[[Any], tuple[Tensors]]]
 
-    def __call__(self, cotangent: jax.Array, params: Tensors, frozen: Tensors, rest: Any, batch: Any) -> Tensors:
-        """Pulls the loss's cotangent back to the parameters.
+    def trace(
+        self, cotangent: jax.Array, params: Tensors, frozen: Tensors, rest: Any, batch: Any
+    ) -> tuple[Jaxpr, list[Any]]:
+        """Traces the backward pass, so that it can be run piece by piece.
 
         Arguments:
 
         - `cotangent`: of the loss, a scalar.
-        - the others: as given to `value_and_pullback`, with freed parameters gathered again.
+        - the others: as given to `value_and_pullback`; of freed parameters only shapes count.
+
+        Returns: a computation without constants, and the values of its inputs, of which the leaves of the last four
+        arguments come last and in order. Its outputs are the gradients, in the order of the sorted paths.
         """
-        operands = [*self.consts, *jax.tree.leaves((params, frozen, rest, batch))]
-        chosen = [value for value, use in zip(operands, self.inputs, strict=True) if use]
-        again = iter(jax.core.eval_jaxpr(self.recompute, (), *chosen))
-        residuals = [next(again) if value is None else value for value in self.kept]
-        # Traced once more, so that it can be rewritten before it runs.
-        closed, (shapes,) = jax.make_jaxpr(self.restore(residuals), return_shape=True)(cotangent)
-        grads = jax.core.eval_jaxpr(untranspose(closed.jaxpr), closed.consts, cotangent)
-        return jax.tree.unflatten(jax.tree.structure(shapes), grads)
+        operands = (params, frozen, rest, batch)
+        alive = [value for value in self.kept if value is not None]
+
+        def backward(cotangent: jax.Array, alive: list[Any], consts: Sequence[Any], operands: Any) -> Tensors:
+            chosen = [x for x, use in zip([*consts, *jax.tree.leaves(operands)], self.inputs, strict=True) if use]
+            again = iter(jax.core.eval_jaxpr(self.recompute, (), *chosen))
+            kept = iter(alive)
+            residuals = [next(again) if value is None else next(kept) for value in self.kept]
+            return self.restore(residuals)(cotangent)[0]
+
+        arguments = (cotangent, alive, self.consts, operands)
+        closed = jax.make_jaxpr(backward)(*arguments)
+        jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
+        return untranspose(jaxpr), [*closed.consts, *jax.tree.leaves(arguments)]
 
 
 def value_and_pullback(

@@ -197,9 +197,8 @@ def _direction(settings: Settings, count: jax.Array, grad: DBuffer, moments: Mom
 
     def on_small(local: LocalBlocks, grad: jax.Array, mean: Any, rms: Any, replicated: Any) -> Any:
         found = [_adam(settings, g, *old, *replicated) for g, *old in zip(_wide(local, grad), mean, rms, strict=True)]
-        onto = jnp.zeros(grad.shape, jnp.float32)
-        out, mean, rms = zip(*found, strict=True) if found else ((), (), ())
-        return local.join(out, onto), mean, rms
+        out, mean, rms = zip(*found, strict=True)
+        return local.join(out), mean, rms
 
     def on_coded(local: LocalBlocks, grad: jax.Array, onto: jax.Array, mean: Any, rms: Any, replicated: Any) -> Any:
         found: list[Any] = []
@@ -214,7 +213,10 @@ def _direction(settings: Settings, count: jax.Array, grad: DBuffer, moments: Mom
         return local.join(out, onto), (local.join(m), m_scale), (local.join(r), r_scale)
 
     mean, rms = moments
-    out, small_mean, small_rms = small.map(on_small, grad.data, mean.small.data, rms.small.data, replicated=corrections)
+    out, small_mean, small_rms = jnp.zeros(grad.data.shape, jnp.float32), (), ()
+    if small.batches:
+        small_moments = mean.small.data, rms.small.data
+        out, small_mean, small_rms = small.map(on_small, grad.data, *small_moments, replicated=corrections)
     found = [(mean.codes, mean.scales.data), (rms.codes, rms.scales.data)]
     if coded.batches:
         of = [(codes.data, scales) for codes, scales in found if codes is not None]

@@ -1,0 +1,93 @@
+"""Schedule: the backward pass, run with each unit gathered before its first use and reduced after its last.
+
+Comes in: the traced backward pass, and two functions that gather a unit and reduce its gradients. Goes out: nothing;
+the second function has been given all gradients.
+
+XLA sees one large graph, in which every gather could run at once and every reduction last: a compiler that orders for
+speed does about that, and all units are alive together. So gathers are made to wait. The gather of a unit depends, by
+an optimization barrier, on the reduced gradients of the unit gathered two before it: one unit is at work, one is on
+its way, and no gradient of a whole unit is put off.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Var
+
+
+def run_backward(
+    jaxpr: Jaxpr,
+    inputs: Sequence[Any],
+    missing: Mapping[int, str],
+    outputs: Sequence[str],
+    unit_of: Mapping[str, str],
+    fetch: Callable[[str, Any], Mapping[str, jax.Array]],
+    finish: Callable[[str, dict[str, jax.Array]], Any],
+    start: Any,
+) -> None:
+    """Runs a traced backward pass unit by unit.
+
+    Arguments:
+
+    - `jaxpr`: the backward pass, without constants.
+    - `inputs`: its inputs; what stands for a missing one does not matter.
+    - `missing`: inputs that are freed parameters, by position, with their paths.
+    - `outputs`: the parameters' paths, one for each gradient.
+    - `unit_of`: the unit of every parameter.
+    - `fetch`: gathers a unit once its second argument, any array, is there; returns at least the unit's freed
+      parameters.
+    - `finish`: takes the gradients of a unit, all of them; returns an array that is there when they are reduced.
+    - `start`: an array that is there when the backward pass may begin.
+    """
+    freed = {jaxpr.invars[i]: path for i, path in missing.items()}
+    env: dict[Var, Any] = {v: x for v, x in zip(jaxpr.invars, inputs, strict=True) if v not in freed}
+    paths_of: dict[Any, list[str]] = defaultdict(list)
+    for path, v in zip(outputs, jaxpr.outvars, strict=True):
+        paths_of[v if isinstance(v, Var) else path].append(path)
+    left = Counter(unit_of[path] for path in outputs)
+    gathered: list[str] = []
+    reduced: dict[str, Any] = {}
+    pending: list[JaxprEqn] = []
+
+    def flush() -> None:
+        if pending:
+            env.update(_evaluate(jaxpr, pending, env))
+            pending.clear()
+
+    def close(unit: str) -> None:
+        mine = {path: v for path, v in zip(outputs, jaxpr.outvars, strict=True) if unit_of[path] == unit}
+        flush()
+        reduced[unit] = finish(unit, {path: env[v] if isinstance(v, Var) else v.val for path, v in mine.items()})
+
+    for eqn in jaxpr.eqns:
+        for v in eqn.invars:
+            if isinstance(v, Var) and v in freed and v not in env:
+                unit = unit_of[freed[v]]
+                flush()
+                earlier = (reduced[u] for u in reversed(gathered[:-1]) if u in reduced)
+                tensors = fetch(unit, next(earlier, start))
+                gathered.append(unit)
+                env.update((w, tensors[path]) for w, path in freed.items() if path in tensors)
+        pending.append(eqn)
+        for v in eqn.outvars:
+            for path in paths_of.pop(v, ()):
+                unit = unit_of[path]
+                left[unit] -= 1
+                if not left[unit]:
+                    close(unit)
+    flush()
+    for unit, number in left.items():
+        if number:  # A gradient that no equation makes: zero, or an input handed on.
+            close(unit)
+
+
+def _evaluate(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any]) -> dict[Var, Any]:
+    """Runs some equations on values that are there; returns what they make."""
+    made = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, DropVar)]
+    inner = set(made)
+    needed = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in inner))
+    piece = jaxpr.replace(constvars=[], invars=needed, eqns=list(eqns), outvars=made)
+    return dict(zip(made, jax.core.eval_jaxpr(piece, (), *[env[v] for v in needed]), strict=True))
