@@ -124,10 +124,10 @@ def step(tx: Any, params: Any, state: Any, grads: Any) -> Any:
     return optax.apply_updates(params, updates), state
 
 
-def run(mesh: Mesh, **how: Any) -> tuple[Any, list[dict[str, np.ndarray]]]:
+def run(mesh: Mesh, chunk: int = 2**20, **how: Any) -> tuple[Any, list[dict[str, np.ndarray]]]:
     """The compiled step, and what it did to all gradients one after the other."""
     how = {"blocks": BLOCKS, **how}
-    tx = optimizer()
+    tx = optimizer(chunk=chunk)
     state = vs.train_state(vs.fully_shard(numbers(0), mesh, **how), tx)
     params, opt_state = state.model.params, state.opt_state
     grads = [vs.fully_shard(g, mesh, **how).params for g in GRADS]
@@ -141,7 +141,7 @@ def run(mesh: Mesh, **how: Any) -> tuple[Any, list[dict[str, np.ndarray]]]:
 
 CASES: dict[str, dict[str, Any]] = {
     "1": {"n": 1},
-    "2": {"n": 2},
+    "2, in chunks": {"n": 2, "chunk": 3000},
     "3, three units": {"n": 3, "units": ("a", "[et]")},
     "8, free storage": {"n": 8, "storage": "free"},
 }
@@ -307,9 +307,9 @@ def test_blocks_that_shards_may_cut_are_named_with_the_cure(meshes: dict[int, Me
 @pytest.mark.unchecked_annotations
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError) as caught:
-        adamw_8bit(1e-3, b1=1.0, b2=-0.1, eps=-1.0, block_size=0, code="cubic", min_size=-1)  # type: ignore[arg-type]
+        adamw_8bit(1e-3, b1=1.0, b2=-0.1, eps=-1.0, block_size=0, code="cubic", min_size=-1, chunk=0)  # type: ignore[arg-type]
     assert str(caught.value).startswith(
-        "adamw_8bit: 6 faults\n  b1: got 1.0; want at least 0 and below 1; pass a decay"
+        "adamw_8bit: 7 faults\n  b1: got 1.0; want at least 0 and below 1; pass a decay"
     )
     tx = adamw_8bit(1e-3)
     with pytest.raises(TypeError) as wrong:
