@@ -1,5 +1,6 @@
 """Block views: every block of every tensor once, whole, in its place, for any blocks, storage and number of shards."""
 
+import functools
 import itertools
 import math
 
@@ -96,7 +97,7 @@ def check_tables(plan, blocks=None):
     return index
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(strategies.groups(5), st.one_of(st.integers(1, 9), st.integers(10, 300)), st.integers(1, 4), st.booleans())
 def test_own_blocks_are_found_in_the_tables(group, num_shards, alignment, free):
     plans = plan_unit(group, num_shards, alignment, storage="free") if free else [plan_group(group, num_shards)]
@@ -228,23 +229,26 @@ def plan_for(n):
     return plan_group(GROUP, n, 4, storage="free")
 
 
-def center(local, shard):
+def center(local, shard, chunk):
     """Each block less its largest element; beside it these elements, and how many elements there are."""
     blocks = local.split(shard)
     scales = [x.max((1, 2)) for x in blocks]
     sizes = [jnp.where(mask, 1, 0).sum((1, 2)) for mask in local.masks()]
-    return local.join([x - scale[:, None, None] for x, scale in zip(blocks, scales, strict=True)]), scales, sizes
+    if chunk is None:
+        return local.join([x - scale[:, None, None] for x, scale in zip(blocks, scales, strict=True)]), scales, sizes
+    (shard,), scales = local.update(lambda x, has: ((x[0] - has[:, None, None],), has), (shard,), scales, chunk=chunk)
+    return shard, scales, sizes
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, (2, 4)])
-def test_devices_see_their_own_blocks(n, meshes):
+@pytest.mark.parametrize(("n", "chunk"), [(1, None), (2, 100), (3, None), (5, 1), (8, None), ((2, 4), None)])
+def test_devices_see_their_own_blocks(n, chunk, meshes):
     # (2, 4): cut over the second axis, the same on the first.
     mesh = Mesh(np.array(jax.devices()).reshape(n), ("replica", "fsdp")) if isinstance(n, tuple) else meshes[n]
     layout = Layout(plan_for(mesh.shape["fsdp"]), mesh, "fsdp")
     view = BlockView.of(layout)
     tensors, _ = fill(layout.plan)
     buffer = DBuffer.from_tensors(layout, tensors, np.int32)
-    compiled = jax.jit(lambda x: view.map(center, x)).lower(buffer.data).compile()
+    compiled = jax.jit(lambda x: view.map(functools.partial(center, chunk=chunk), x)).lower(buffer.data).compile()
     assert counting.collectives(compiled) == {}
     new, scales, sizes = compiled(buffer.data)
 

@@ -151,7 +151,7 @@ def test_gathered_tensors_of_all_layers_do_not_live_at_once() -> None:
     )
     kept, freed = map(float, ran.stdout.split())
     assert kept > 7
-    assert freed < 2.5
+    assert freed < 3
 
 
 # describe says what the compiled text shows.

@@ -4,6 +4,7 @@ It takes models apart in its own few lines, so that a fault of the library's for
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
+from jax.sharding import Mesh
 
 import vescale_jax as vs
+from tests.vescale_jax import models
+
+BATCHES = models.batches(3)
+ADAMW = optax.adamw(1e-2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,3 +136,25 @@ def _apart(model: Any, variables: Any) -> tuple[dict[str, Any], Any, Callable[..
         return model.bind({"params": build(flat), **rest}, mutable=list(rest) or False)
 
     return flat, rest, bind, lambda built, rest: {name: built.variables[name] for name in rest}
+
+
+@functools.cache
+def tree_twin(tx: optax.GradientTransformation, steps: int) -> Run:
+    return plain(models.tree(), models.tree_loss, tx, BATCHES[:steps])
+
+
+def same_tree(mesh: Mesh, tx: optax.GradientTransformation = ADAMW, steps: int = 3, **options: Any) -> Run:
+    """Trains the bare pytree with and without the library; `options` go to `fully_shard`."""
+    ours = sharded(vs.fully_shard(models.tree(), mesh, **options), models.tree_loss, tx, BATCHES[:steps])
+    assert_same(ours, tree_twin(tx, steps))
+    return ours
+
+
+def same_module(
+    make: Callable[[], Any], mesh: Mesh, loss_fn: Callable[..., Any] = models.mean_loss, tx: Any = ADAMW, **options: Any
+) -> tuple[Run, Run]:
+    """Trains an nnx module with and without the library, two steps."""
+    theirs = plain(make(), loss_fn, tx, BATCHES[:2])
+    ours = sharded(vs.fully_shard(make, mesh, **options), loss_fn, tx, BATCHES[:2])
+    assert_same(ours, theirs)
+    return ours, theirs
