@@ -1,12 +1,12 @@
 """Fully sharded training for JAX in which the optimizer's and the number format's blocks stay whole."""
 
 from . import optimizers as optimizers
+from ._apply import apply as apply
 from ._describe import Description as Description
 from ._describe import GroupRow as GroupRow
 from ._describe import describe as describe
 from ._fully_shard import fully_shard as fully_shard
 from ._gradient import Value as Value
-from ._gradient import apply as apply
 from ._gradient import value_and_grad as value_and_grad
 from ._loss import Mean as Mean
 from ._policy import MixedPrecisionPolicy as MixedPrecisionPolicy

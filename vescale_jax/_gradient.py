@@ -1,7 +1,7 @@
-"""value_and_grad and apply: the user's function on a sharded model.
+"""value_and_grad: the user's loss on a sharded model.
 
-Comes in: a function of the model and a batch. Goes out: the same function of a sharded model and a global batch. It
-runs in `jax.shard_map`, manual over the shard axis: each device gathers the units, works on its rows, and leaves its
+Comes in: a loss of the model and a batch. Goes out: loss and gradients of a sharded model and a global batch. It runs
+in `jax.shard_map`, manual over the shard axis: each device gathers the units, works on its rows, and leaves its
 part of every gradient to one reduce-scatter a unit. One small all-reduce carries loss, count, gradient norm and
 metrics.
 
@@ -97,15 +97,9 @@ def _local(
     batch: Any,
 ) -> Any:
     """One device's part: its shards `(S,)` and its rows."""
-    policy, axis = structure.policy, structure.axis
+    policy, axis, num_shards = structure.policy, structure.axis, structure.num_shards
     rest = own_keys(rest, axis)
     batch = cast_floats(batch, policy.gather_dtype if policy.cast_inputs else None)
-
-    units, resharded = structure.units, [unit for unit in structure.units if unit.reshard_after_forward]
-    if structure.num_shards == 1:
-        resharded = []  # One shard is the whole buffer: there is nothing to free.
-    freed = {path for _, group in each_group(resharded) for path in group.paths}
-    by_name = {unit.name: unit for unit in units}
 
     def total(tensors: Tensors, others: Tensors, rest: tuple[Any, ...], batch: Any) -> tuple[jax.Array, Any]:
         model = structure.form.inside({**tensors, **others}, rest)
@@ -117,11 +111,40 @@ def _local(
         after = structure.form.rest_after(model, rest)
         return loss.total, (loss, cast_floats(aux, policy.output_dtype), changed_leaves(structure, rest, after))
 
+    (loss, aux, changed), varies, grads = _differentiate(structure, total, params, frozen, rest, batch)
+    squares = sum(
+        (jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32)))) for g in jax.tree.leaves(grads)),
+        start=jnp.float32(0),
+    )
+    (loss, squares, aux, summed) = sum_over_devices((loss, squares, aux, to_sum(changed, rest, varies[2])), axis)
+    scale = jnp.where(loss.count == 0, 0, 1 / loss.count)
+    grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+    norm = jnp.sqrt(squares) * jnp.abs(scale)
+    return (ratio(loss), norm, finish_aux(aux, num_shards), settle(changed, rest, summed, num_shards)), grads
+
+
+def _differentiate(
+    structure: Structure,
+    total: Callable[[Tensors, Tensors, Any, Any], tuple[jax.Array, Any]],
+    params: Buffers,
+    frozen: Buffers,
+    rest: tuple[Any, ...],
+    batch: Any,
+) -> tuple[Any, Any, Buffers]:
+    """Gathers, evaluates and pulls back, unit by unit.
+
+    Returns: what `total` returned beside the loss; which of it differs from device to device; and the gradients' sums
+    over the devices, as shards `(S,)`.
+    """
+    units = structure.units
+    # One shard is the whole buffer: there is nothing to free.
+    resharded = [unit for unit in units if unit.reshard_after_forward and structure.num_shards > 1]
+    freed = {path for _, group in each_group(resharded) for path in group.paths}
+    by_name = {unit.name: unit for unit in units}
     tensors = gather_units(units, params, trainable=True)
     others = gather_units(units, frozen, trainable=False)
-    value, (loss, aux, changed), varies, pull = value_and_pullback(total, freed, tensors, others, rest, batch)
+    value, returned, varies, pull = value_and_pullback(total, freed, tensors, others, rest, batch)
     jaxpr, inputs = pull.trace(jnp.ones_like(value), tensors, others, rest, batch)
-    paths = [*sorted(tensors), *sorted(others)]
     first = len(inputs) - len(jax.tree.leaves((tensors, others, rest, batch)))
     grads: Buffers = {}
 
@@ -135,73 +158,14 @@ def _local(
     run_backward(
         jaxpr,
         inputs,
-        missing={first + i: path for i, path in enumerate(paths) if path in freed},
+        missing={first + i: path for i, path in enumerate([*sorted(tensors), *sorted(others)]) if path in freed},
         outputs=sorted(tensors),
         unit_of={path: unit.name for unit, group in each_group(units) for path in group.paths},
         fetch=fetch,
         finish=finish,
         start=value,
     )
-    squares = sum(
-        (jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32)))) for g in jax.tree.leaves(grads)),
-        start=jnp.float32(0),
-    )
-    (loss, squares, aux, summed) = sum_over_devices((loss, squares, aux, to_sum(changed, rest, varies[2])), axis)
-    changed = settle(changed, rest, summed, structure.num_shards)
-    scale = jnp.where(loss.count == 0, 0, 1 / loss.count)
-    grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-    norm = jnp.sqrt(squares) * jnp.abs(scale)
-    return (ratio(loss), norm, finish_aux(aux, structure.num_shards), changed), grads
-
-
-def apply(
-    fn: Callable[..., Any], *, replicate_batch: bool = False, mean: bool = False
-) -> Callable[[Sharded, Any], Any]:
-    """Makes a jitted function of a sharded model and a global batch out of one of the user's model: for evaluation.
-
-    Arguments:
-
-    - `fn`: a function of the model in the user's own form and of this device's rows.
-    - `replicate_batch`: whether every device gets all rows and returns the same; for batches smaller than the mesh.
-    - `mean`: whether `fn` returns metrics to be reduced over the devices, as `value_and_grad` does with `aux`;
-      otherwise it returns arrays with the batch on dim 0.
-
-    Returns: a function `(model, batch) -> outputs`. Counters and batch statistics that `fn` changes are dropped.
-    """
-
-    @jax.jit
-    def jitted(model: Sharded, batch: Any) -> Any:
-        structure = model.structure
-        cut, whole = PartitionSpec(structure.axis), PartitionSpec()
-
-        def local(params: Buffers, frozen: Buffers, rest: tuple[Any, ...], batch: Any) -> Any:
-            policy = structure.policy
-            batch = cast_floats(batch, policy.gather_dtype if policy.cast_inputs else None)
-            tensors = gather_units(structure.units, params, trainable=True)
-            tensors |= gather_units(structure.units, frozen, trainable=False)
-            out = fn(structure.form.inside(tensors, own_keys(rest, structure.axis)), batch)
-            if not mean:
-                return cast_floats(out, policy.output_dtype)
-            check_aux(out)
-            out = jax.tree.map(lambda m: as_mean(m) if is_mean(m) else m, out, is_leaf=is_mean)
-            return finish_aux(sum_over_devices(out, structure.axis), structure.num_shards)
-
-        return jax.shard_map(
-            local,
-            mesh=structure.mesh,
-            in_specs=(cut, cut, whole, batch_specs(batch, structure.axis, replicate_batch)),
-            out_specs=whole if mean or replicate_batch else cut,
-            axis_names={structure.axis},
-            check_vma=False,
-        )(model.params, model.frozen, model.rest, batch)
-
-    @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
-    def wrapped(model: Sharded, batch: Any) -> Any:
-        structure = check_sharded(model, "apply")
-        batch = place(batch, structure.mesh, structure.axis, replicate=replicate_batch, what="apply")
-        return jitted(model, batch)
-
-    return wrapped
+    return returned, varies, grads
 
 
 def _pair(out: Any) -> tuple[Any, Any]:

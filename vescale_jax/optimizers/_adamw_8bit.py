@@ -13,6 +13,7 @@ positive numbers to positive ones, so that no step divides by zero because of ro
 Shapes: N shards of S elements (1D), G = N * S; B blocks of r x c in a batch (3D).
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -81,6 +82,7 @@ class Settings:
     block_size: int | Tile
     code: CodeName
     min_size: int
+    chunk: int
 
     def views(self, layout: Layout) -> tuple[BlockView, BlockView]:
         """The blocks of the coded parameters, and those of the others."""
@@ -111,6 +113,7 @@ def adamw_8bit(
     block_size: int | Tile = 256,
     code: CodeName = "dynamic",
     min_size: int = 4096,
+    chunk: int = 2**20,
 ) -> optax.GradientTransformation:
     """AdamW with 8-bit state: about 2.03 bytes a parameter instead of 8.
 
@@ -134,6 +137,7 @@ def adamw_8bit(
       own tile, all others runs of so many elements. A `Tile`: all parameters take it; a vector counts as one row.
     - `code`: `"dynamic"` or `"linear"`; see `_codes.py`.
     - `min_size`: parameters with fewer elements keep float32 moments; `precisions` lists them.
+    - `chunk`: elements that are decoded at a time, at most; see `LocalBlocks.update`. It bounds temporary memory.
 
     Returns: an optax transformation over `model.params`, for `train_state` and `train_step`. Updates have the dtype of
     the parameters.
@@ -141,8 +145,8 @@ def adamw_8bit(
     Raises: `ValueError` or `TypeError` for numbers out of range. `init` and `update` raise `ValueError` that names
     every parameter whose blocks its plan may cut, on this mesh or another, and what to pass to `fully_shard`.
     """
-    _check(b1, b2, eps, block_size, code, min_size)
-    settings = Settings(b1, b2, eps, block_size, code, min_size)
+    _check(b1, b2, eps, block_size, code, min_size, chunk)
+    settings = Settings(b1, b2, eps, block_size, code, min_size, chunk)
 
     def init(params: Any) -> AdamW8bitState:
         _check_buffers(settings, params)
@@ -189,48 +193,50 @@ def _zeros(settings: Settings, layout: Layout) -> Moments8bit:
 def _direction(settings: Settings, count: jax.Array, grad: DBuffer, moments: Moments8bit) -> tuple[Any, Moments8bit]:
     """What AdamW would add to the parameters of a group, before the learning rate and weight decay: float32 (G,)."""
     coded, small = settings.views(grad.layout)
-    signed, unsigned = Code(settings.code, True), Code(settings.code, False)
     step = count.astype(jnp.float32)
     # The bias corrections of both moments, put before the fraction: gain * m / (r + eps).
     root = jnp.sqrt(1 - settings.b2**step)
     corrections = root / (1 - settings.b1**step), root * settings.eps
 
-    def on_small(local: LocalBlocks, grad: jax.Array, mean: Any, rms: Any, replicated: Any) -> Any:
-        found = [_adam(settings, g, *old, *replicated) for g, *old in zip(_wide(local, grad), mean, rms, strict=True)]
-        out, mean, rms = zip(*found, strict=True)
-        return local.join(out), mean, rms
+    def on_device(local: LocalBlocks, shards: Any, of_blocks: Any, replicated: Any) -> Any:
+        on_blocks = _code if len(shards) == 3 else _keep
+        return local.update(functools.partial(on_blocks, settings, replicated), shards, of_blocks, chunk=settings.chunk)
 
-    def on_coded(local: LocalBlocks, grad: jax.Array, onto: jax.Array, mean: Any, rms: Any, replicated: Any) -> Any:
-        found: list[Any] = []
-        old = zip(_wide(local, grad), local.split(mean[0]), mean[1], local.split(rms[0]), rms[1], strict=True)
-        for g, m, m_scale, r, r_scale in old:
-            m, r = signed.decode(m, m_scale[:, None, None]), unsigned.decode(r, r_scale[:, None, None])
-            out, m, r = _adam(settings, g, m, r, *replicated)
-            m_scale, r_scale = jnp.abs(m).max((1, 2)), r.max((1, 2))
-            codes = signed.encode(m, m_scale[:, None, None]), unsigned.encode(r, r_scale[:, None, None])
-            found.append((out, codes[0], m_scale, codes[1], r_scale))
-        out, m, m_scale, r, r_scale = zip(*found, strict=True)
-        return local.join(out, onto), (local.join(m), m_scale), (local.join(r), r_scale)
-
+    # The direction is written over the gradient, first that of the coded parameters, then that of the others.
     mean, rms = moments
-    out, small_mean, small_rms = jnp.zeros(grad.data.shape, jnp.float32), (), ()
-    if small.batches:
-        small_moments = mean.small.data, rms.small.data
-        out, small_mean, small_rms = small.map(on_small, grad.data, *small_moments, replicated=corrections)
-    found = [(mean.codes, mean.scales.data), (rms.codes, rms.scales.data)]
+    out = grad.data.astype(jnp.float32)
+    codes: Any = mean.codes, rms.codes
+    scales: Any = mean.scales.data, rms.scales.data
+    rest: Any = mean.small.data, rms.small.data
     if coded.batches:
-        of = [(codes.data, scales) for codes, scales in found if codes is not None]
-        out, *parts = coded.map(on_coded, grad.data, out, *of, replicated=corrections)
-        found = [(DBuffer(codes, grad.layout), scales) for codes, scales in parts]
+        shards = out, *(of_moment.data for of_moment in codes)
+        (out, *new), pairs = coded.map(on_device, shards, list(zip(*scales, strict=True)), replicated=corrections)
+        codes, scales = (DBuffer(x, grad.layout) for x in new), zip(*pairs, strict=True)
+    if small.batches:
+        (out,), pairs = small.map(on_device, (out,), list(zip(*rest, strict=True)), replicated=corrections)
+        rest = zip(*pairs, strict=True)
     new = [
-        Moment8bit(codes, BlockArrays(scales, coded), BlockArrays(rest, small))
-        for (codes, scales), rest in zip(found, (small_mean, small_rms), strict=True)
+        Moment8bit(of_codes, BlockArrays(of_scales, coded), BlockArrays(of_rest, small))
+        for of_codes, of_scales, of_rest in zip(codes, scales, rest, strict=True)
     ]
     return out, Moments8bit(*new)
 
 
-def _wide(local: LocalBlocks, shard: jax.Array) -> list[jax.Array]:
-    return [block.astype(jnp.float32) for block in local.split(shard)]
+def _code(settings: Settings, corrections: Any, blocks: Any, scales: Any) -> Any:
+    """One step on coded blocks: (gradient, codes, codes) to (direction, codes, codes), and the scales of both."""
+    signed, unsigned = Code(settings.code, True), Code(settings.code, False)
+    g, m, r = blocks
+    m, r = signed.decode(m, scales[0][:, None, None]), unsigned.decode(r, scales[1][:, None, None])
+    out, m, r = _adam(settings, g, m, r, *corrections)
+    scales = jnp.abs(m).max((1, 2)), r.max((1, 2))
+    m, r = signed.encode(m, scales[0][:, None, None]), unsigned.encode(r, scales[1][:, None, None])
+    return (out, m, r), scales
+
+
+def _keep(settings: Settings, corrections: Any, blocks: Any, moments: Any) -> Any:
+    """One step on blocks whose moments are kept as they are."""
+    out, m, r = _adam(settings, blocks[0], *moments, *corrections)
+    return (out,), (m, r)
 
 
 def _adam(settings: Settings, g: Any, m: Any, r: Any, gain: Any, eps: Any) -> Any:
@@ -261,7 +267,7 @@ def _scaled(direction: jax.Array, params: jax.Array, rate: jax.Array, weight_dec
     return _rounded(-rate * direction).astype(params.dtype)
 
 
-def _check(b1: float, b2: float, eps: float, block_size: Any, code: str, min_size: Any) -> None:
+def _check(b1: float, b2: float, eps: float, block_size: Any, code: str, min_size: Any, chunk: Any) -> None:
     faults = Faults("adamw_8bit")
     for name, value in (("b1", b1), ("b2", b2)):
         if not 0 <= value < 1:
@@ -275,6 +281,8 @@ def _check(b1: float, b2: float, eps: float, block_size: Any, code: str, min_siz
         faults.add("code", got=repr(code), want="'dynamic' or 'linear'", change="pass one of these")
     if not isinstance(min_size, int) or min_size < 0:
         faults.add("min_size", got=repr(min_size), want="a number of elements", change="pass 4096, or 0 to code all")
+    if not isinstance(chunk, int) or chunk < 1:
+        faults.add("chunk", got=repr(chunk), want="a number of elements", change="leave it out, or pass 2**20")
     faults.raise_if_any()
 
 

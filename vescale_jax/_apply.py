@@ -1,0 +1,68 @@
+"""apply: the user's function on a sharded model, for evaluation.
+
+Comes in: a function of the model and a batch. Goes out: the same function of a sharded model and a global batch,
+jitted. Nothing is differentiated, and nothing of the model changes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ._batch import batch_specs, place
+from ._inside import cast_floats, gather_units
+from ._loss import as_mean, check_aux, finish_aux, is_mean, sum_over_devices
+from ._rest import own_keys
+from ._sharded import Buffers, Sharded, check_sharded
+
+
+def apply(
+    fn: Callable[..., Any], *, replicate_batch: bool = False, mean: bool = False
+) -> Callable[[Sharded, Any], Any]:
+    """Makes a jitted function of a sharded model and a global batch out of one of the user's model: for evaluation.
+
+    Arguments:
+
+    - `fn`: a function of the model in the user's own form and of this device's rows.
+    - `replicate_batch`: whether every device gets all rows and returns the same; for batches smaller than the mesh.
+    - `mean`: whether `fn` returns metrics to be reduced over the devices, as `value_and_grad` does with `aux`;
+      otherwise it returns arrays with the batch on dim 0.
+
+    Returns: a function `(model, batch) -> outputs`. Counters and batch statistics that `fn` changes are dropped.
+    """
+
+    @jax.jit
+    def jitted(model: Sharded, batch: Any) -> Any:
+        structure = model.structure
+        cut, whole = PartitionSpec(structure.axis), PartitionSpec()
+
+        def local(params: Buffers, frozen: Buffers, rest: tuple[Any, ...], batch: Any) -> Any:
+            policy = structure.policy
+            batch = cast_floats(batch, policy.gather_dtype if policy.cast_inputs else None)
+            tensors = gather_units(structure.units, params, trainable=True)
+            tensors |= gather_units(structure.units, frozen, trainable=False)
+            out = fn(structure.form.inside(tensors, own_keys(rest, structure.axis)), batch)
+            if not mean:
+                return cast_floats(out, policy.output_dtype)
+            check_aux(out)
+            out = jax.tree.map(lambda m: as_mean(m) if is_mean(m) else m, out, is_leaf=is_mean)
+            return finish_aux(sum_over_devices(out, structure.axis), structure.num_shards)
+
+        return jax.shard_map(
+            local,
+            mesh=structure.mesh,
+            in_specs=(cut, cut, whole, batch_specs(batch, structure.axis, replicate_batch)),
+            out_specs=whole if mean or replicate_batch else cut,
+            axis_names={structure.axis},
+            check_vma=False,
+        )(model.params, model.frozen, model.rest, batch)
+
+    @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
+    def wrapped(model: Sharded, batch: Any) -> Any:
+        structure = check_sharded(model, "apply")
+        batch = place(batch, structure.mesh, structure.axis, replicate=replicate_batch, what="apply")
+        return jitted(model, batch)
+
+    return wrapped
