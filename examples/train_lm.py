@@ -200,7 +200,6 @@ def main() -> None:
 
     console.print("held-out text ...")
     loss = evaluate(partial(measure, state.model), held_out)
-    curve[arguments.steps] = loss
     sample = generate(partial(logits, state.model), PROMPT, SAMPLE_BYTES, (1, arguments.length))[0]
     console.rule("sample")
     console.print(printable(sample), markup=False, highlight=False, soft_wrap=True)

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ._batch import batch_specs, place
 from ._inside import cast_floats, gather_units
 from ._loss import as_mean, check_aux, finish_aux, is_mean, sum_over_devices
 from ._rest import own_keys
-from ._sharded import Buffers, Sharded, check_sharded
+from ._sharded import Buffers, Sharded, check_alive, check_sharded
 
 
 def apply(
@@ -45,6 +46,11 @@ def apply(
             tensors |= gather_units(structure.units, frozen, trainable=False)
             out = fn(structure.form.inside(tensors, own_keys(rest, structure.axis)), batch)
             if not mean:
+                if not replicate_batch and any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(out)):
+                    raise TypeError(
+                        "apply: got a function that returns a scalar; want arrays with the batch on dim 0, or metrics; "
+                        "pass mean=True for metrics"
+                    )
                 return cast_floats(out, policy.output_dtype)
             check_aux(out)
             out = jax.tree.map(lambda m: as_mean(m) if is_mean(m) else m, out, is_leaf=is_mean)
@@ -62,6 +68,7 @@ def apply(
     @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
     def wrapped(model: Sharded, batch: Any) -> Any:
         structure = check_sharded(model, "apply")
+        check_alive(model, "apply")
         batch = place(batch, structure.mesh, structure.axis, replicate=replicate_batch, what="apply")
         return jitted(model, batch)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.core
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vescale_planner import Faults
 
@@ -56,6 +56,11 @@ def place(batch: Any, mesh: Mesh, axis: str, *, replicate: bool, what: str) -> A
                 change="fill up with rows that count nothing (vs.Mean), or pass replicate_batch=True",
             )
     types.raise_if_any(TypeError)
+    counts = {_shape(leaf)[0] for _, leaf in flat if _shape(leaf)}
+    if not replicate and not rows and (len(counts) > 1 or 0 in counts):
+        got = "no rows" if counts == {0} else f"leaves of {', '.join(map(str, sorted(counts)))} rows"
+        change = "cut them alike; scalars are given to every device whole, other arrays a loss can close over"
+        rows.add("batch", got=got, want="the same rows, at least one, in all leaves", change=change)
     rows.raise_if_any()
     specs = jax.tree.leaves(batch_specs(batch, axis, replicate), is_leaf=lambda s: isinstance(s, PartitionSpec))
     placed = [_put(leaf, NamedSharding(mesh, spec)) for (_, leaf), spec in zip(flat, specs, strict=True)]
@@ -72,7 +77,9 @@ def _ndim(leaf: Any) -> int:
 
 def _put(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, jax.core.Tracer):
-        return leaf
+        # Under a mesh of explicit axes a traced array has to be laid out as the shard_map wants it.
+        explicit = AxisType.Explicit in sharding.mesh.axis_types
+        return jax.sharding.reshard(leaf, sharding) if explicit else leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return jax.device_put(leaf, sharding)

@@ -9,6 +9,7 @@ from flax import linen, nnx
 from ._form import Form, Parts
 from ._linen_form import LinenForm
 from ._nnx_form import NNXForm
+from ._sharded import Sharded
 from ._tree_form import TreeForm
 
 
@@ -47,6 +48,8 @@ def builder(model: Any, params: Any, rngs: Mapping[str, Any]) -> Callable[[], tu
 def check_model(model: Any) -> None:
     """Raises `TypeError` for what is no model by itself: nothing at all, a class, a linen module without variables."""
     got = "None" if model is None else f"the class {model.__name__}" if isinstance(model, type) else None
+    if isinstance(model, Sharded):
+        got = "a model that is sharded already"
     if isinstance(model, linen.Module):
         got = f"a function that builds the linen module {type(model).__name__}"
     if got:

@@ -24,7 +24,7 @@ from ._groups import Storage, Unit, each_group, gathered_dtype, make_groups, sto
 from ._init import Recipe, fill
 from ._policy import MixedPrecisionPolicy
 from ._rules import Rule, resolve
-from ._sharded import Buffers, Sharded, Structure
+from ._sharded import Buffers, Sharded, Structure, copied
 from ._units import UnitRule, assign
 
 
@@ -66,7 +66,8 @@ def fully_shard(
       function of path and `jax.ShapeDtypeStruct`.
     - `storage`: `"free"` lets the planner store parameters with `Tile` blocks transposed or tile by tile, and a unit in
       two buffers, where that saves padding; the model sees no difference.
-    - `trainable`: which parameters have gradients and optimizer state, by path.
+    - `trainable`: which parameters have gradients and optimizer state, by path. With patterns, the first that matches
+      counts, here and elsewhere, and what none matches is trained: `{"head/*": True, "*": False}` trains the head.
     - `policy`: the dtypes.
     - `reshard_after_forward`: whether the backward pass gathers again instead of keeping the whole parameters, by unit
       name. True takes least memory, False one gather less.
@@ -99,6 +100,10 @@ def _axis(mesh: Mesh, axis: str | None) -> str:
     if not isinstance(mesh, Mesh):
         raise TypeError(f"fully_shard: mesh: got {type(mesh).__name__}; want a jax.sharding.Mesh; use jax.make_mesh")
     names = list(mesh.axis_names)
+    if axis is None and len(names) > 1 and "fsdp" not in names:
+        raise ValueError(
+            f"fully_shard: axis: got none for a mesh with the axes {names}; want one of them; pass axis=..."
+        )
     if axis is None:
         axis = names[0] if len(names) == 1 else "fsdp"
     if axis not in names:
@@ -107,7 +112,7 @@ def _axis(mesh: Mesh, axis: str | None) -> str:
 
 
 def _check_arguments(model: Any, params: Any, policy: Any, max_unit_bytes: Any) -> None:
-    if model is None:
+    if not isinstance(model, linen.Module | type):
         check_model(model)
     if isinstance(model, linen.Module) != (params is not None):
         got = "no params" if params is None else f"params beside a {type(model).__name__}"
@@ -171,6 +176,9 @@ def _plan_units(
         want = " or ".join(map(repr, get_args(Storage)))
         faults.add("storage", got=repr(storage), want=want, change="pass one of these")
         faults.raise_if_any()
+    if not faults and isinstance(trainable, Mapping) and all(value is True for value in trainable.values()):
+        got = "patterns that freeze nothing, since what no pattern matches is trained"
+        faults.add("trainable", got=got, want="at least one False", change='add "*": False as the last pattern')
     for argument, values in (("trainable", trains), ("reshard_after_forward", reshards)):
         for name, value in values.items():
             if not isinstance(value, bool | np.bool_):
@@ -224,7 +232,8 @@ def _load(structure: Structure, parts: Parts) -> Sharded:
         )
         for _, group in each_group(structure.units)
     ]
-    return _sharded(structure, made, jax.device_put(parts.rest, structure.replicated))
+    # Copies: the first step is given their memory, and the user's model lives on.
+    return _sharded(structure, made, tuple(copied(leaf, structure.replicated) for leaf in parts.rest))
 
 
 def _build(structure: Structure, parts: Parts, closed: Any) -> Sharded:

@@ -24,7 +24,7 @@ from ._loss import as_mean, check_aux, finish_aux, is_mean, ratio, sum_over_devi
 from ._pullback import Tensors, value_and_pullback
 from ._rest import changed_leaves, own_keys, settle, to_sum
 from ._schedule import run_backward
-from ._sharded import Buffers, Sharded, Structure, check_sharded
+from ._sharded import Buffers, Sharded, Structure, check_alive, check_sharded
 
 
 class Value(NamedTuple):
@@ -81,6 +81,7 @@ def value_and_grad(
     @functools.wraps(loss_fn, assigned=("__name__", "__doc__"), updated=())
     def wrapped(model: Sharded, batch: Any) -> tuple[Value, Buffers]:
         structure = check_sharded(model, "value_and_grad")
+        check_alive(model, "value_and_grad")
         batch = place(batch, structure.mesh, structure.axis, replicate=replicate_batch, what="value_and_grad")
         return jitted(model, batch)
 
@@ -170,5 +171,6 @@ def _differentiate(
 
 def _pair(out: Any) -> tuple[Any, Any]:
     if not isinstance(out, tuple) or is_mean(out) or len(out) != 2:
-        raise TypeError(f"loss_fn: got {type(out).__name__}; want (loss, aux), since has_aux=True; return two values")
+        got = "one array" if hasattr(out, "shape") else type(out).__name__
+        raise TypeError(f"loss_fn: got {got}; want (loss, aux), since has_aux=True; return two values")
     return out

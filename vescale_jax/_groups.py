@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -77,7 +78,7 @@ class Unit:
 
 def stored_dtype(leaf: Any, policy: MixedPrecisionPolicy) -> Any:
     """The dtype in which a parameter is kept."""
-    dtype = jnp.dtype(leaf.dtype)
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
     return jnp.dtype(policy.param_dtype) if policy.param_dtype and jnp.issubdtype(dtype, jnp.floating) else dtype
 
 

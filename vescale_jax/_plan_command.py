@@ -46,7 +46,7 @@ _EPILOG = """\
 examples:
   python -m vescale_jax plan --model gpt-oss-120b --group experts --block rows:128 --shards 1024
   python -m vescale_jax plan --model llama-3-70b --block tile:32,32 --shards 8:1024:8 --json
-  python -m vescale_jax plan --module my_package.model:make --block 'rows:32' --block '*bias=whole' --shards 64
+  python -m vescale_jax plan --module my_package.model:make --block '*bias=whole' --block 'rows:32' --shards 64
 """
 
 
@@ -70,7 +70,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="append",
         default=[],
         metavar="[PATTERN=]BLOCK",
-        help="elements:N, rows:N, tile:R,C, slab:DIMS or whole; of several that match a path the last one counts",
+        help="elements:N, rows:N, tile:R,C, slab:DIMS or whole; of several that match a path the first one counts",
     )
     parser.add_argument(
         "--shards", required=True, metavar="N or FIRST:LAST:STEP", help="shards; a range with both ends"
@@ -136,6 +136,16 @@ class Request:
             from vescale_jax._module_shapes import module_shapes  # needs JAX
 
             source, tensors = arguments.module, _matching(module_shapes(arguments.module), arguments.group)
+        for pattern, block in rules:
+            if tensors and not any(fnmatchcase(path, pattern) for path, _ in tensors):
+                names = ", ".join(path for path, _ in tensors[:3])
+                raise ValueError(
+                    f"--block: got {pattern}={block}, which matches nothing; want a pattern for names such as {names}; "
+                    "mend or drop it"
+                )
+        plot = arguments.plot
+        if plot and (plot.suffix not in (".png", ".svg") or not plot.parent.is_dir()):
+            raise ValueError(f"--plot: got {plot}; want a .png or .svg file in a folder that exists; name such a file")
         specs = tuple(TensorSpec(path, shape, _block_of(path, rules)) for path, shape in tensors)
         title = f"{arguments.model or arguments.module} {arguments.group}".strip()
         return Request(source, title, specs, _shards(arguments.shards))
@@ -163,8 +173,8 @@ def _rule(text: str) -> tuple[str, Block]:
 
 
 def _block_of(path: str, rules: Sequence[tuple[str, Block]]) -> Block:
-    """The block of the last rule that matches."""
-    return next((block for pattern, block in reversed(rules) if fnmatchcase(path, pattern)), Elements(1))
+    """The block of the first rule that matches."""
+    return next((block for pattern, block in rules if fnmatchcase(path, pattern)), Elements(1))
 
 
 def _matching(tensors: Sequence[Tensor], group: str) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ Many arguments of `fully_shard` mean "this value for these parameters": blocks, 
 take a rule, and all of them resolve it here, so that they agree on patterns and on complaints.
 """
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar
@@ -52,7 +53,8 @@ def resolve(
 def nothing_matches(faults: Faults, argument: str, pattern: str, names: Iterable[str]) -> None:
     """Notes that a pattern matches none of the names."""
     some = list(names)
-    examples = ", ".join(some[:3]) + (", ..." if len(some) > 3 else "")
+    nearest = list(dict.fromkeys([*difflib.get_close_matches(pattern, some, 3), *some]))[:3]
+    examples = ", ".join(name for name in some if name in nearest) + (", ..." if len(some) > 3 else "")
     faults.add(
         argument,
         got=f"pattern {pattern!r}, which matches nothing",

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -112,6 +114,24 @@ def check_sharded(model: Any, what: str) -> Structure:
     return model.structure
 
 
+def check_alive(tree: Any, what: str) -> None:
+    """Raises `RuntimeError` if a step has taken the memory of some arrays."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+            raise RuntimeError(
+                f"{what}: got a state that was donated to an earlier step; want the state which that step returned, or "
+                "its model; write state, metrics = step(state, batch), or pass donate=False to train_step"
+            )
+
+
+def copied(leaf: Any, device: Any = None) -> jax.Array:
+    """A copy of an array or of random keys, on a device or with a sharding; it shares no memory with the original."""
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jnp.asarray(np.array(jax.random.key_data(leaf)), device=device)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return jnp.asarray(np.array(leaf), device=device)
+
+
 def is_abstract(tree: Any) -> bool:
     """Whether a tree holds shapes without values."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
@@ -131,8 +151,9 @@ def unshard(model: Sharded) -> Any:
     structure = check_sharded(model, "unshard")
     if is_abstract(model):
         raise ValueError("unshard: got an abstract model; want one with values; call fully_shard without abstract=True")
-    params = {path: jax.numpy.asarray(tensor) for path, tensor in model.tensors()}
-    rest = tuple(jax.device_put(leaf, jax.devices()[0]) for leaf in model.rest)
+    check_alive(model, "unshard")
+    params = {path: jnp.asarray(tensor) for path, tensor in model.tensors()}
+    rest = tuple(copied(leaf) for leaf in model.rest)
     return structure.form.whole(params, rest)
 
 

@@ -18,7 +18,7 @@ import optax
 from ._batch import place
 from ._elementwise import check_elementwise
 from ._gradient import value_and_grad
-from ._sharded import Sharded, check_sharded, is_abstract, shardings
+from ._sharded import Sharded, check_alive, check_sharded, is_abstract, shardings
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "model", "opt_state"], meta_fields=[])
@@ -118,7 +118,7 @@ def train_step(
         new = TrainState(state.step + 1, dataclasses.replace(value.model, params=params), opt_state)
         return new, Metrics(value.loss, value.grad_norm, value.aux)
 
-    return TrainStep(step, replicate_batch, donate, dict(compiler_options or {}))
+    return TrainStep(step, tx, replicate_batch, donate, dict(compiler_options or {}))
 
 
 def _check_optimizer(tx: Any, what: str) -> None:
@@ -133,6 +133,7 @@ class TrainStep:
     """A jitted training step; made by `train_step`."""
 
     step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    tx: Any
     replicate_batch: bool
     donate: bool
     compiler_options: dict[str, Any]
@@ -149,12 +150,9 @@ class TrainStep:
         Raises: `ValueError` that names every leaf whose rows do not divide by the devices of the axis.
         """
         jitted = self.jitted(state)
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-            # JAX 0.10.2 looks too late, and ends the process.
-            raise RuntimeError(
-                "train_step: got a state that was donated to an earlier step; want the state which that step returned; "
-                "write state, metrics = step(state, batch), or pass donate=False"
-            )
+        check_alive(state, "train_step")  # JAX 0.10.2 looks too late, and ends the process.
+        if is_abstract(state):
+            raise ValueError("train_step: got an abstract state; want one with values; use .lower for shapes alone")
         return jitted(state, self._place(state, batch))
 
     def lower(self, state: TrainState, batch: Any) -> Any:
@@ -167,6 +165,12 @@ class TrainStep:
             raise TypeError(f"train_step: got {type(state).__name__}; want a TrainState; make one with vs.train_state")
         structure = jax.tree.structure(state)
         if structure not in self._jitted:
+            wanted = jax.tree.structure(jax.eval_shape(self.tx.init, state.model.params))
+            if wanted != jax.tree.structure(state.opt_state):
+                raise ValueError(
+                    "train_step: got a state made for another optimizer; want one made by vs.train_state(model, tx) "
+                    "with the tx of this step; pass the same tx to both"
+                )
             # Outputs lie as the inputs do: donated memory fits, and the next step finds what it was compiled for.
             replicated = state.model.structure.replicated
             self._jitted[structure] = jax.jit(

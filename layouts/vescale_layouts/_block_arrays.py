@@ -36,7 +36,9 @@ class BlockArrays:
         self.view = view
 
     @classmethod
-    def zeros(cls, view: BlockView, dtype: DTypeLike, shape: Callable[[Batch], tuple[int, ...]] | None = None) -> Any:
+    def zeros(
+        cls, view: BlockView, dtype: DTypeLike, shape: Callable[[Batch], tuple[int, ...]] | None = None
+    ) -> "BlockArrays":
         """Zeros for every block, made on the devices that hold them.
 
         Arguments:

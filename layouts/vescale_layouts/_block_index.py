@@ -3,12 +3,13 @@
 Comes in: a plan and a block for each tensor. Goes out: batches of equal blocks and, for every shard, the position of
 every element of every block. Nothing here needs a device; the formula runs on NumPy and on JAX arrays alike.
 
-Shapes: N shards of S elements, B blocks of r x c in a batch, T tensors in a batch.
+Shapes: N shards of S elements, B blocks of r x c in a batch, T' tensors at most on one shard.
 
 The idea: under XLA all devices run one program, so what differs between them has to be data. Blocks of one shape form a
 batch of B blocks, B being the most that any shard holds. A shard holds of each tensor a run of consecutive blocks (see
-`_grid.py`), hence three integers a tensor and shard say all: where the run ends in the batch, which block it starts
-with, and where the tensor starts. The rest is arithmetic per block, done on the device. Tables do not grow with S.
+`_grid.py`), hence four integers a tensor and shard say all: where the run ends in the batch, which block it starts
+with, where the tensor starts, and what shape it has. The rest is arithmetic, block by block, done on the device. So the
+tables grow with the tensors that a shard holds of and not with S, whatever the lengths of rows.
 """
 
 import functools
@@ -19,6 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from vescale_planner import Block, Cuts, Faults, GroupPlan, Slot, Tile
 
@@ -36,10 +38,12 @@ class Batch:
 
     - `count`: B, blocks on each shard, those that are absent on some included.
     - `rows`, `cols`: of a block; edge blocks are filled up with zeros.
-    - `names`: the T tensors, in slot order.
-    - `grids`: int32 (T, ...), the same on all shards.
-    - `runs`: int32 (N, T, 3): end of the tensor's run in the batch, number of its first block minus its place in the
-      batch, start of the tensor from the start of the shard (modulo 2**32).
+    - `names`: the tensors, in slot order.
+    - `grids`: int32 (shapes, ...), one row for all tensors of one shape and storage; the same on all shards.
+    - `runs`: int32 (N, T', 4), T' being the most tensors that a shard holds of: end of the tensor's run in the batch,
+      number of its first block minus its place in the batch, start of the tensor from the start of the shard (modulo
+      2**32), and its row in `grids`.
+    - `held`: (N, T'), the tensor that each run is of, as an index of `names`; -1 for none. Not needed on devices.
     """
 
     count: int
@@ -48,6 +52,7 @@ class Batch:
     names: tuple[str, ...]
     grids: np.ndarray
     runs: np.ndarray
+    held: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +80,10 @@ class BlockIndex:
         chosen = self.batches[batch]
         return positions(np, chosen, chosen.grids, chosen.runs[shard], self.plan.shard_size)
 
+    def shape(self, name: str) -> tuple[int, int, int]:
+        """The blocks of a tensor: (matrices, blocks down, blocks across)."""
+        return Grid.of(self.plan.slots[name], dict(self.blocks)[name]).shape
+
     def order(self, name: str) -> tuple[int, np.ndarray]:
         """The batch of a tensor, and where its blocks lie in the concatenation of all shards' batches.
 
@@ -82,14 +91,13 @@ class BlockIndex:
         """
         number = next(i for i, batch in enumerate(self.batches) if name in batch.names)
         batch = self.batches[number]
-        t = batch.names.index(name)
         grid = Grid.of(self.plan.slots[name], dict(self.blocks)[name])
         where = np.zeros(math.prod(grid.shape), np.int64)
         logical = grid.logical()
-        for shard, runs in enumerate(batch.runs):
-            begin, end = runs[t - 1, 0] if t else 0, runs[t, 0]
-            places = np.arange(begin, end)
-            where[logical[places + runs[t, 1]]] = shard * batch.count + places
+        for shard, run in zip(*np.nonzero(batch.held == batch.names.index(name)), strict=True):
+            runs = batch.runs[shard]
+            places = np.arange(runs[run - 1, 0] if run else 0, runs[run, 0])
+            where[logical[places + runs[run, 1]]] = shard * batch.count + places
         return number, where.reshape(grid.shape)
 
 
@@ -174,20 +182,31 @@ def block_index(plan: GroupPlan, blocks: tuple[tuple[str, Block], ...]) -> Block
 
 def _batch(plan: GroupPlan, rows: int, cols: int, grids: Mapping[str, Grid]) -> Batch:
     size, shards = plan.shard_size, plan.num_shards
-    runs = np.zeros((shards, len(grids), 3), np.int64)
+    shapes = {grid: row for row, grid in enumerate(dict.fromkeys(grids.values()))}
+    runs = np.zeros((shards, len(grids), 4), np.int64)
     for t, (name, grid) in enumerate(grids.items()):
         slot = plan.slots[name]
         inside = np.clip(np.arange(shards + 1) * size - slot.offset, 0, slot.size)
-        before = np.array([grid.blocks_before(int(x)) for x in inside])
+        # Most shards have nothing of a tensor: all of it lies before them, or behind.
+        places, back = np.unique(inside, return_inverse=True)
+        before = np.array([grid.blocks_before(int(x)) for x in places])[back]
         runs[:, t, 0] = np.diff(before)
         runs[:, t, 1] = before[:-1]
         runs[:, t, 2] = slot.offset - np.arange(shards) * size
+        runs[:, t, 3] = shapes[grid]
     counts = runs[:, :, 0].copy()
     runs[:, :, 0] = np.cumsum(counts, axis=1)
     runs[:, :, 1] -= runs[:, :, 0] - counts
-    count = int(runs[:, -1, 0].max())
-    numbers = np.array([grid.numbers for grid in grids.values()], np.int64)
-    return Batch(count, rows, cols, tuple(grids), _wrapped(numbers), _wrapped(runs))
+    total = runs[:, -1:, 0]
+    # What a shard holds comes first, in order; the rest is left out, or ends where the last run does.
+    held = np.argsort(counts == 0, axis=1, kind="stable")[:, : int((counts > 0).sum(axis=1).max())]
+    runs = np.take_along_axis(runs, held[:, :, None], axis=1)
+    absent = np.take_along_axis(counts, held, axis=1) == 0
+    runs[:, :, 0] = np.where(absent, total, runs[:, :, 0])
+    numbers = np.array([grid.numbers for grid in shapes], np.int64)
+    return Batch(
+        int(total.max()), rows, cols, tuple(grids), _wrapped(numbers), _wrapped(runs), np.where(absent, -1, held)
+    )
 
 
 def _wrapped(numbers: np.ndarray) -> np.ndarray:
@@ -195,8 +214,8 @@ def _wrapped(numbers: np.ndarray) -> np.ndarray:
     return numbers.astype(np.uint32).view(np.int32)
 
 
-def positions(xp: Any, batch: Batch, grids: Any, runs: Any, shard_size: int) -> Any:
-    """Where the elements of a batch lie in one shard.
+def positions(xp: Any, batch: Batch, grids: Any, runs: Any, shard_size: int, first: Any = 0, count: int = -1) -> Any:
+    """Where the elements of some blocks of a batch lie in one shard.
 
     Arguments:
 
@@ -204,16 +223,18 @@ def positions(xp: Any, batch: Batch, grids: Any, runs: Any, shard_size: int) -> 
     - `batch`: gives B, r and c.
     - `grids`, `runs`: its tables, for one shard.
     - `shard_size`: S.
+    - `first`, `count`: which blocks, n in all; -1: all B. Those behind the last one are absent.
 
-    Returns: int32 (B, r, c), S where a block has no element.
+    Returns: int32 (n, r, c), S where a block has no element.
     """
-    b = xp.arange(batch.count, dtype=xp.int32)
+    count = batch.count if count < 0 else count
+    b = xp.arange(count, dtype=xp.int32) + first
     t = _run_of(xp, runs[:, 0], b)
-    present = t < len(batch.names)
-    t = xp.minimum(t, len(batch.names) - 1)
-    numbers, (_, skip, base) = grids[t], runs[t].T
+    present = t < len(runs)
+    _, skip, base, shape = runs[xp.minimum(t, len(runs) - 1)].T
+    numbers = grids[shape]
     matrix_size, matrix_blocks, transposed = numbers[:, :GRID_FIELDS].T
-    regions = numbers[:, GRID_FIELDS:].reshape(batch.count, MAX_REGIONS, len(REGION_FIELDS))
+    regions = numbers[:, GRID_FIELDS:].reshape(count, MAX_REGIONS, len(REGION_FIELDS))
     # An absent block would start anywhere; what is read is never outside of the tables.
     matrix, tile = _divided(xp.where(present, b + skip, 0), matrix_blocks)
     chosen = (tile[:, None] >= regions[:, 1:, 0]).sum(axis=1, dtype=xp.int32)
@@ -223,12 +244,18 @@ def positions(xp: Any, batch: Batch, grids: Any, runs: Any, shard_size: int) -> 
     line, place = _divided(tile - first, per)
     start = base + matrix * matrix_size + start + line * line_step + place * step
     stored = xp.minimum(height, height_limit - line * height), xp.minimum(width, width_limit - place * width)
-    rows = xp.where(transposed == 1, stored[1], stored[0])[:, None, None]
-    cols = xp.where(transposed == 1, stored[0], stored[1])[:, None, None]
+    rows = xp.where(transposed == 1, stored[1], stored[0])
+    cols = xp.where(transposed == 1, stored[0], stored[1])
+    # An absent block has no row.
+    of_block = (start, row_stride, col_stride, xp.where(present, rows, 0), cols)
+    if xp is jnp:
+        # Computed once a block and not again for each of its elements.
+        of_block = lax.optimization_barrier(of_block)
+    start, row_stride, col_stride, rows, cols = (x[:, None, None] for x in of_block)
     i = xp.arange(batch.rows, dtype=xp.int32)[None, :, None]
     j = xp.arange(batch.cols, dtype=xp.int32)[None, None, :]
-    at = start[:, None, None] + i * row_stride[:, None, None] + j * col_stride[:, None, None]
-    return xp.where(present[:, None, None] & (i < rows) & (j < cols), at, shard_size).astype(xp.int32)
+    at = start + i * row_stride + j * col_stride
+    return xp.where((i < rows) & (j < cols), at, shard_size).astype(xp.int32)
 
 
 def _divided(x: Any, by: Any) -> tuple[Any, Any]:

@@ -16,12 +16,14 @@ from ranks that loop over their own blocks, for a compiler that runs one program
 Shapes: N shards of S elements (1D), G = N * S; B blocks of r x c in a batch (3D). Runs of elements are 1 x n blocks.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from vescale_planner import Block
@@ -29,8 +31,10 @@ from vescale_planner import Block
 from ._block_index import Batch, BlockIndex, block_index, choose_blocks, positions
 from ._layout import Layout
 
+_LEAST_CHUNK = 2**16
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, eq=False)
 class BlockView:
     """The blocks of a group on the devices of its layout; hashable, holds no array. `BlockView.of` makes it.
 
@@ -58,6 +62,21 @@ class BlockView:
         """
         return cls(layout, choose_blocks(layout.plan, blocks))
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.layout, self.blocks))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        # Views are static in an optimizer's state, and compared at every dispatch, nearly always with themselves.
+        if self is other:
+            return True
+        if not isinstance(other, BlockView):
+            return NotImplemented
+        return (self._hash, self.layout, self.blocks) == (other._hash, other.layout, other.blocks)
+
     @property
     def index(self) -> BlockIndex:
         """The tables: made once for equal plans and blocks."""
@@ -84,12 +103,7 @@ class BlockView:
         tables = [batch.runs for batch in self.batches]
 
         def on_device(runs: Any, shards: Any, replicated: Any) -> Any:
-            size = self.layout.shard_size
-            at = (
-                positions(jnp, batch, jnp.asarray(batch.grids), rows[0], size)
-                for batch, rows in zip(self.batches, runs, strict=True)
-            )
-            local = LocalBlocks(self, tuple(at))
+            local = LocalBlocks(self, tuple(table[0] for table in runs))
             more = {"replicated": replicated} if jax.tree.leaves(replicated) else {}
             return function(local, *shards, **more)
 
@@ -112,12 +126,11 @@ class LocalBlocks:
     Attributes:
 
     - `view`: whose blocks they are.
-    - `positions`: where the elements of each of `view.batches` lie in the shard: int32 `(B, rows, cols)`, S where a
-      block has none. XLA computes them where they are read, as a rule, and keeps no such array.
+    - `runs`: this device's rows of each batch's table, int32 `(T', 4)`; see `Batch`.
     """
 
     view: BlockView
-    positions: tuple[jax.Array, ...]
+    runs: tuple[Any, ...]
 
     def split(self, shard: jax.Array) -> list[jax.Array]:
         """The blocks of a shard.
@@ -128,7 +141,7 @@ class LocalBlocks:
 
         Returns: an array `(B, rows, cols)` for each of `view.batches`, zero where there is no element.
         """
-        return [shard.at[at].get(mode="fill", fill_value=0) for at in self.positions]
+        return [_take(shard, at) for at in self._positions()]
 
     def join(self, batches: Sequence[jax.Array], onto: jax.Array | None = None) -> jax.Array:
         """The inverse of `split`.
@@ -142,25 +155,83 @@ class LocalBlocks:
         """
         size = self.view.layout.shard_size
         out = jnp.zeros(size, batches[0].dtype) if onto is None else onto
-        for at, batch in zip(self.positions, batches, strict=True):
-            # Positions of absent elements are S, outside of the shard, and dropped.
-            out = out.at[at].set(batch, mode="drop", unique_indices=True)
+        for at, batch in zip(self._positions(), batches, strict=True):
+            out = _put(out, at, batch)
         return out
 
     def masks(self) -> list[jax.Array]:
         """Which elements exist: bool `(B, rows, cols)` for each of `view.batches`."""
-        return [at < self.view.layout.shard_size for at in self.positions]
+        return [at < self.view.layout.shard_size for at in self._positions()]
 
-    def owners(self) -> jax.Array:
-        """The block of every element of the shard: int32 `(S,)`, counted through the batches in their order.
+    def update(
+        self,
+        function: Callable[..., Any],
+        shards: Sequence[jax.Array],
+        of_blocks: Sequence[Any] = (),
+        *,
+        chunk: int = 2**20,
+    ) -> tuple[tuple[jax.Array, ...], list[Any]]:
+        """Changes shards block by block, a chunk of blocks at a time, so that few temporary bytes are needed.
 
-        Where an element is in no block it is the number of all blocks. What blocks have, concatenated with one entry
-        more and indexed by this, comes to lie beside the elements.
+        What `split`, a function and `join` would do, without whole batches.
+
+        Arguments:
+
+        - `function`: called as `function(blocks, of_blocks)` with a tuple of `(n, rows, cols)`, one for each shard, and
+          with what the n blocks have. Returns the new blocks and what they have then. Blocks must not depend on each
+          other, and there may be absent ones among them.
+        - `shards`: arrays `(S,)` that are read and written.
+        - `of_blocks`: for each of `view.batches` a pytree of arrays `(B, ...)`, such as scales.
+        - `chunk`: elements of blocks in a chunk, at most.
+
+        Returns: the new shards, where elements in no block are as before, and the new `of_blocks`.
         """
-        start = 0
-        found: list[jax.Array] = []
-        for at in self.positions:
-            number = start + jnp.arange(len(at), dtype=jnp.int32)
-            found.append(jnp.broadcast_to(number[:, None, None], at.shape))
-            start += len(at)
-        return self.join(found, onto=jnp.full(self.view.layout.shard_size, start, jnp.int32))
+        state: tuple[jax.Array, ...] = tuple(shards)
+        found: list[Any] = []
+        of_blocks = of_blocks or [()] * len(self.view.batches)
+        for number, batch in enumerate(self.view.batches):
+            # As many blocks in each chunk as will go into equal ones. An eighth at most, since XLA may work on many
+            # groups at once; but not so few elements that there is nothing to do in parallel.
+            elements = batch.count * batch.rows * batch.cols
+            chunks = -(-elements // min(chunk, max(elements // 8, _LEAST_CHUNK)))
+            size = -(-batch.count // chunks)
+
+            def one(
+                state: Any, x: tuple[Any, Any], number: int = number, size: int = size
+            ) -> tuple[tuple[jax.Array, ...], Any]:
+                first, has = x
+                at = self._at(number, first * size, size)
+                new, has = function(tuple(_take(shard, at) for shard in state), has)
+                return tuple(_put(shard, at, blocks) for shard, blocks in zip(state, new, strict=True)), has
+
+            if chunks == 1:
+                state, has = one(state, (0, of_blocks[number]))
+            else:
+                room = chunks * size - batch.count
+                rows = jax.tree.map(
+                    lambda x, room=room, lead=(chunks, size): jnp.pad(x, ((0, room), *[(0, 0)] * (x.ndim - 1))).reshape(
+                        *lead, *x.shape[1:]
+                    ),
+                    of_blocks[number],
+                )
+                state, has = lax.scan(one, state, (jnp.arange(chunks, dtype=jnp.int32), rows))
+                has = jax.tree.map(lambda x, n=batch.count: x.reshape(-1, *x.shape[2:])[:n], has)
+            found.append(has)
+        return state, found
+
+    def _positions(self) -> list[jax.Array]:
+        return [self._at(number, 0, batch.count) for number, batch in enumerate(self.view.batches)]
+
+    def _at(self, number: int, first: Any, count: int) -> jax.Array:
+        """Where the elements of some blocks of a batch lie: int32 `(count, rows, cols)`, S where there is none."""
+        batch, runs, size = self.view.batches[number], self.runs[number], self.view.layout.shard_size
+        return positions(jnp, batch, jnp.asarray(batch.grids), runs, size, first, count)
+
+
+def _take(shard: jax.Array, at: jax.Array) -> jax.Array:
+    return shard.at[at].get(mode="fill", fill_value=0)
+
+
+def _put(shard: jax.Array, at: jax.Array, blocks: jax.Array) -> jax.Array:
+    # Positions of absent elements are S, outside of the shard, and dropped. All others are unique.
+    return shard.at[at].set(blocks, mode="drop", unique_indices=True)

@@ -192,11 +192,17 @@ def test_other_tiles_of_tiled_storage_are_refused():
 
 
 def test_tables_stay_small_whatever_the_row_lengths():
-    specs = [TensorSpec(f"w{i}", shape, Tile(32, 32)) for i, shape in enumerate([(1031, 1033), (4096, 2880)] * 3)]
-    index = block_index(plan := plan_group(specs, 64), choose_blocks(plan, None))
-    assert index.table_size / plan.shard_size < 1 / 16
-    few = block_index(plan := plan_group(specs, 2), choose_blocks(plan, None))
-    assert few.table_size == index.table_size
+    def table_size(plan):
+        return block_index(plan, choose_blocks(plan, None)).table_size
+
+    odd = [TensorSpec(f"w{i}", shape, Tile(32, 32)) for i, shape in enumerate([(1031, 1033), (4096, 2880)] * 3)]
+    for num_shards in (2, 64):
+        plan = plan_group(odd, num_shards)
+        assert table_size(plan) < min(200, plan.shard_size / 16)
+    # A shard's tables have only what the shard holds.
+    many = [TensorSpec(f"w{i}", (64, 96), Tile(32, 32)) for i in range(300)]
+    plan = plan_group(many, 300, order="default")
+    assert table_size(plan) < 64 < plan.shard_size / 16
 
 
 def test_positions_may_pass_two_to_the_31():

@@ -139,7 +139,7 @@ def test_fully_shard_refuses(name: str, three: Mesh) -> None:
 def test_a_mesh_of_two_unnamed_axes_needs_the_axis(mesh: Callable[..., Mesh]) -> None:
     both = Mesh(mesh(4).devices.reshape(2, 2), ("data", "model"))
     assert message(ValueError, lambda: vs.fully_shard(tree(), both)) == (
-        "fully_shard: axis: got 'fsdp'; want one of the mesh's axes ['data', 'model']; pass axis=..."
+        "fully_shard: axis: got none for a mesh with the axes ['data', 'model']; want one of them; pass axis=..."
     )
 
 

@@ -84,18 +84,6 @@ class Settings:
     min_size: int
     chunk: int
 
-    def views(self, layout: Layout) -> tuple[BlockView, BlockView]:
-        """The blocks of the coded parameters, and those of the others."""
-        slots = layout.plan.slots
-        coded = {name: self.block(slot) for name, slot in slots.items() if slot.spec.size >= self.min_size}
-        # One element a block where storage allows: the plan's cuts do not matter then.
-        small = {
-            name: Elements(1) if slot.storage == "row_major" else slot.spec.block
-            for name, slot in slots.items()
-            if name not in coded
-        }
-        return BlockView.of(layout, coded), BlockView.of(layout, small)
-
     def block(self, slot: Slot) -> Block:
         """The block of a coded parameter."""
         if isinstance(self.block_size, Tile):
@@ -177,8 +165,22 @@ def is_buffer(node: Any) -> bool:
     return isinstance(node, DBuffer)
 
 
+@functools.lru_cache(maxsize=1024)
+def _views(settings: Settings, layout: Layout) -> tuple[BlockView, BlockView]:
+    """The blocks of the coded parameters of a group, and those of the others; the same objects for equal arguments."""
+    slots = layout.plan.slots
+    coded = {name: settings.block(slot) for name, slot in slots.items() if slot.spec.size >= settings.min_size}
+    # One element a block where storage allows: the plan's cuts do not matter then.
+    small = {
+        name: Elements(1) if slot.storage == "row_major" else slot.spec.block
+        for name, slot in slots.items()
+        if name not in coded
+    }
+    return BlockView.of(layout, coded), BlockView.of(layout, small)
+
+
 def _zeros(settings: Settings, layout: Layout) -> Moments8bit:
-    coded, small = settings.views(layout)
+    coded, small = _views(settings, layout)
 
     def moment() -> Moment8bit:
         return Moment8bit(
@@ -192,7 +194,7 @@ def _zeros(settings: Settings, layout: Layout) -> Moments8bit:
 
 def _direction(settings: Settings, count: jax.Array, grad: DBuffer, moments: Moments8bit) -> tuple[Any, Moments8bit]:
     """What AdamW would add to the parameters of a group, before the learning rate and weight decay: float32 (G,)."""
-    coded, small = settings.views(grad.layout)
+    coded, small = _views(settings, grad.layout)
     step = count.astype(jnp.float32)
     # The bias corrections of both moments, put before the fraction: gain * m / (r + eps).
     root = jnp.sqrt(1 - settings.b2**step)
@@ -296,7 +298,7 @@ def _check_buffers(settings: Settings, params: Any) -> None:
                 "with fully_shard and pass model.params"
             )
         try:
-            settings.views(leaf.layout)
+            _views(settings, leaf.layout)
         except ValueError as error:
             for line in str(error).split("\n  ")[1:]:
                 faults.absorb(ValueError(f"{where}/{line}"))

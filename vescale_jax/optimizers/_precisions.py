@@ -11,8 +11,6 @@ from typing import Any
 
 import jax
 
-from vescale_layouts import BlockView
-
 from ._adamw_8bit import AdamW8bitState, Moments8bit
 
 
@@ -71,9 +69,5 @@ def _rows(unit: str, group: str, moments: Moments8bit) -> Iterator[Precision]:
     for view, dtype in ((coded, "uint8"), (small, "float32")):
         for name, block in view.blocks:
             size = view.layout.plan.slots[name].spec.size
-            cost = 2 * size + 8 * _blocks(view, name) if dtype == "uint8" else 8 * size
+            cost = 2 * size + 8 * math.prod(view.index.shape(name)) if dtype == "uint8" else 8 * size
             yield Precision(unit, group, name, size, dtype, str(block) if dtype == "uint8" else "", cost)
-
-
-def _blocks(view: BlockView, name: str) -> int:
-    return math.prod(view.index.order(name)[1].shape)
