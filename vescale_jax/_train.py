@@ -91,7 +91,7 @@ def train_step(
     Arguments:
 
     - `loss_fn`, `has_aux`, `replicate_batch`: see `value_and_grad`.
-    - `tx`: an element-wise optax transformation, as given to `train_state`.
+    - `tx`: an element-wise optax transformation, or one of `vs.optimizers`, as given to `train_state`.
     - `max_norm`: the global norm above which gradients are scaled down to it. It costs no collective of its own;
       `optax.clip_by_global_norm` works as well.
     - `donate`: whether the step may reuse the old state's memory, which is gone then.

@@ -50,8 +50,8 @@ def test_no_rows(model):
 def test_patterns_that_freeze_nothing(two):
     text = refused(ValueError, lambda: vs.fully_shard({"a": jnp.ones(2), "b": jnp.ones(2)}, two, trainable={"a": True}))
     assert text == (
-        "fully_shard: 1 fault\n  trainable: got patterns that freeze nothing, since what no pattern matches is trained; "
-        'want at least one False; add "*": False as the last pattern'
+        "fully_shard: 1 fault\n  trainable: got patterns that freeze nothing, since what no pattern matches is "
+        'trained; want at least one False; add "*": False as the last pattern'
     )
 
 
@@ -86,8 +86,8 @@ def test_an_abstract_state_in_the_step(two):
 def test_a_scalar_from_apply(model):
     text = refused(TypeError, lambda: vs.apply(loss_fn)(model, {"x": np.ones((2, 3), np.float32)}))
     assert text == (
-        "apply: got a function that returns a scalar; want arrays with the batch on dim 0, or metrics; pass mean=True for "
-        "metrics"
+        "apply: got a function that returns a scalar; want arrays with the batch on dim 0, or metrics; pass mean=True "
+        "for metrics"
     )
 
 
