@@ -128,7 +128,8 @@ def _check_optimizer(tx: Any, what: str) -> None:
         )
 
 
-@dataclass(frozen=True)
+# Compared by identity: jax.lax.scan and jax.jit hash what they are given.
+@dataclass(frozen=True, eq=False)
 class TrainStep:
     """A jitted training step; made by `train_step`."""
 
