@@ -100,7 +100,7 @@ def save_loss_curve(
     axes = figure.add_subplot()
     axes.plot(range(1, len(train) + 1), train, color="tab:blue", linewidth=0.8, alpha=0.6, label="training, each step")
     if held_out:
-        axes.plot(list(held_out), list(held_out.values()), color="tab:red", marker="o", label="held out")
+        axes.plot(list(held_out), list(held_out.values()), color="tab:red", marker="o", label="held out, a part of it")
     for (name, level), style in zip(levels.items(), ("--", "-.", ":"), strict=False):
         axes.axhline(level, color="black", linestyle=style, linewidth=1, label=f"{name}: {level:.3f}")
     axes.set_xlabel("step")

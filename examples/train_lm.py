@@ -43,7 +43,7 @@ WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
 CPU_DEVICES = 8
 CURVE_POINTS = 8  # held-out losses taken along the way, each on a part of the held-out text
-CURVE_BATCHES = 8
+CURVE_BATCHES = 40
 PROMPT = b"\ndef "
 SAMPLE_BYTES = 400
 
