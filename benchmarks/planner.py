@@ -97,19 +97,20 @@ def speed() -> Record:
     return record
 
 
+def plan_seconds(tensors: int, num_shards: int) -> float:
+    """Core seconds of one plan of tensors of random sizes."""
+    draw = random.Random(tensors)
+    rows = [draw.choice((512, 1536, 2048, 7168)) for _ in range(tensors)]
+    group = [TensorSpec(str(i), (draw.randint(1, 64) * 16, row), Rows(16)) for i, row in enumerate(rows)]
+    start = time.process_time()
+    plan_group(group, num_shards, 8)
+    return time.process_time() - start
+
+
 def growth() -> Record:
     """Seconds of one plan over the number of tensors and of shards."""
-
-    def seconds(tensors: int, num_shards: int) -> float:
-        draw = random.Random(tensors)
-        rows = [draw.choice((512, 1536, 2048, 7168)) for _ in range(tensors)]
-        group = [TensorSpec(str(i), (draw.randint(1, 64) * 16, row), Rows(16)) for i, row in enumerate(rows)]
-        start = time.process_time()
-        plan_group(group, num_shards, 8)
-        return time.process_time() - start
-
-    tensors = {str(count): seconds(count, 256) for count in (50, 100, 200, 400, 800, 1600, 3200, 6400)}
-    shards = {str(count): seconds(800, count) for count in (8, 32, 128, 512, 2048, 8192, 32768, 131072)}
+    tensors = {str(count): plan_seconds(count, 256) for count in (50, 100, 200, 400, 800, 1600, 3200, 6400)}
+    shards = {str(count): plan_seconds(800, count) for count in (8, 32, 128, 512, 2048, 8192, 32768, 131072)}
     return {"seconds_over_tensors_at_256_shards": tensors, "seconds_over_shards_with_800_tensors": shards}
 
 

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ._batch import batch_specs, place
-from ._inside import cast_floats, gather_units
-from ._loss import as_mean, check_aux, finish_aux, is_mean, sum_over_devices
-from ._rest import own_keys
+from ._batch import place
+from ._inside import cast_floats, gather_units, on_devices
+from ._loss import finish_aux, read_aux, sum_over_devices
 from ._sharded import Buffers, Sharded, check_alive, check_sharded
 
 
@@ -37,33 +36,23 @@ def apply(
     @jax.jit
     def jitted(model: Sharded, batch: Any) -> Any:
         structure = model.structure
-        cut, whole = PartitionSpec(structure.axis), PartitionSpec()
 
         def local(params: Buffers, frozen: Buffers, rest: tuple[Any, ...], batch: Any) -> Any:
-            policy = structure.policy
-            batch = cast_floats(batch, policy.gather_dtype if policy.cast_inputs else None)
             tensors = gather_units(structure.units, params, trainable=True)
             tensors |= gather_units(structure.units, frozen, trainable=False)
-            out = fn(structure.form.inside(tensors, own_keys(rest, structure.axis)), batch)
+            out = fn(structure.form.inside(tensors, rest), batch)
             if not mean:
                 if not replicate_batch and any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(out)):
                     raise TypeError(
                         "apply: got a function that returns a scalar; want arrays with the batch on dim 0, or metrics; "
                         "pass mean=True for metrics"
                     )
-                return cast_floats(out, policy.output_dtype)
-            check_aux(out)
-            out = jax.tree.map(lambda m: as_mean(m) if is_mean(m) else m, out, is_leaf=is_mean)
-            return finish_aux(sum_over_devices(out, structure.axis), structure.num_shards)
+                return cast_floats(out, structure.policy.output_dtype)
+            return finish_aux(sum_over_devices(read_aux(out), structure.axis), structure.num_shards)
 
-        return jax.shard_map(
-            local,
-            mesh=structure.mesh,
-            in_specs=(cut, cut, whole, batch_specs(batch, structure.axis, replicate_batch)),
-            out_specs=whole if mean or replicate_batch else cut,
-            axis_names={structure.axis},
-            check_vma=False,
-        )(model.params, model.frozen, model.rest, batch)
+        same = mean or replicate_batch
+        out_specs = PartitionSpec() if same else PartitionSpec(structure.axis)
+        return on_devices(local, model, batch, replicate=replicate_batch, out_specs=out_specs)
 
     @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
     def wrapped(model: Sharded, batch: Any) -> Any:

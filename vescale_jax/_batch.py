@@ -25,7 +25,7 @@ def batch_specs(batch: Any, axis: str, replicate: bool) -> Any:
     - `replicate`: whether every device gets all rows instead.
     """
     whole = PartitionSpec()
-    return jax.tree.map(lambda leaf: whole if replicate or _ndim(leaf) == 0 else PartitionSpec(axis), batch)
+    return jax.tree.map(lambda leaf: whole if replicate or not _shape(leaf) else PartitionSpec(axis), batch)
 
 
 def place(batch: Any, mesh: Mesh, axis: str, *, replicate: bool, what: str) -> Any:
@@ -69,10 +69,6 @@ def place(batch: Any, mesh: Mesh, axis: str, *, replicate: bool, what: str) -> A
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(leaf.shape) if hasattr(leaf, "shape") else ()
-
-
-def _ndim(leaf: Any) -> int:
-    return len(_shape(leaf))
 
 
 def _put(leaf: Any, sharding: NamedSharding) -> Any:

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ._batch import batch_specs, place
+from ._batch import place
 from ._groups import each_group
-from ._inside import cast_floats, gather_again, gather_units, reduce_unit
-from ._loss import as_mean, check_aux, finish_aux, is_mean, ratio, sum_over_devices
+from ._inside import cast_floats, gather_again, gather_units, on_devices, reduce_unit
+from ._loss import as_mean, finish_aux, is_mean, ratio, read_aux, sum_over_devices
 from ._pullback import Tensors, value_and_pullback
-from ._rest import changed_leaves, own_keys, settle, to_sum
+from ._rest import changed_leaves, settle, to_sum
 from ._schedule import run_backward
 from ._sharded import Buffers, Sharded, Structure, check_alive, check_sharded
 
@@ -66,15 +66,9 @@ def value_and_grad(
     def jitted(model: Sharded, batch: Any) -> tuple[Value, Buffers]:
         structure = model.structure
         cut, whole = PartitionSpec(structure.axis), PartitionSpec()
-        mapped = jax.shard_map(
-            functools.partial(_local, structure, loss_fn, has_aux),
-            mesh=structure.mesh,
-            in_specs=(cut, cut, whole, batch_specs(batch, structure.axis, replicate_batch)),
-            out_specs=(whole, cut),
-            axis_names={structure.axis},
-            check_vma=False,
-        )
-        (loss, norm, aux, changed), grads = mapped(model.params, model.frozen, model.rest, batch)
+        local = functools.partial(_local, structure, loss_fn, has_aux)
+        out = on_devices(local, model, batch, replicate=replicate_batch, out_specs=(whole, cut))
+        (loss, norm, aux, changed), grads = out
         rest = tuple(changed.get(i, leaf) for i, leaf in enumerate(model.rest))
         return Value(loss, norm, aux, dataclasses.replace(model, rest=rest)), grads
 
@@ -99,16 +93,12 @@ def _local(
 ) -> Any:
     """One device's part: its shards `(S,)` and its rows."""
     policy, axis, num_shards = structure.policy, structure.axis, structure.num_shards
-    rest = own_keys(rest, axis)
-    batch = cast_floats(batch, policy.gather_dtype if policy.cast_inputs else None)
 
     def total(tensors: Tensors, others: Tensors, rest: tuple[Any, ...], batch: Any) -> tuple[jax.Array, Any]:
         model = structure.form.inside({**tensors, **others}, rest)
         out = loss_fn(model, batch)
         loss, aux = _pair(out) if has_aux else (out, ())
-        loss = as_mean(loss)
-        check_aux(aux)
-        aux = jax.tree.map(lambda m: as_mean(m) if is_mean(m) else m, aux, is_leaf=is_mean)
+        loss, aux = as_mean(loss), read_aux(aux)
         after = structure.form.rest_after(model, rest)
         return loss.total, (loss, cast_floats(aux, policy.output_dtype), changed_leaves(structure, rest, after))
 

@@ -109,17 +109,16 @@ class Slice:
         return _signature(self.jaxpr)
 
 
-def fill(slices: Sequence[tuple[Group, Slice]], compiled: dict[Any, Callable[..., Any]] | None = None) -> list[DBuffer]:
+def fill(slices: Sequence[tuple[Group, Slice]]) -> list[DBuffer]:
     """Makes the buffers of groups, one after the other.
 
     Arguments:
 
     - `slices`: each group with the computation of its tensors, in slot order.
-    - `compiled`: programs by signature, filled on the way.
 
     Returns: one buffer a group.
     """
-    compiled = {} if compiled is None else compiled
+    compiled: dict[Any, Callable[..., Any]] = {}
     buffers: list[DBuffer] = []
     for group, piece in slices:
         key = (group.layout, group.dtype, piece.signature)

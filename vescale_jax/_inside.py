@@ -4,17 +4,56 @@ Everything here runs while the step is traced, inside `shard_map`. Every group i
 places each gather before its first use.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from vescale_layouts import DBuffer, gather, reduce_scatter
 
+from ._batch import batch_specs
 from ._groups import Unit, each_group
-from ._sharded import Buffers
+from ._rest import own_keys
+from ._sharded import Buffers, Sharded
+
+
+def on_devices(
+    local: Callable[[Buffers, Buffers, tuple[Any, ...], Any], Any],
+    model: Sharded,
+    batch: Any,
+    *,
+    replicate: bool,
+    out_specs: Any,
+) -> Any:
+    """Runs a function on every device, on its shards and its rows.
+
+    Arguments:
+
+    - `local`: a function of the trainable and the frozen shards, each of shape `(S,)`, of the rest, with random keys of
+      the device's own, and of the device's rows, in the policy's dtype.
+    - `model`, `batch`: global, traced.
+    - `replicate`: whether every device gets all rows.
+    - `out_specs`: of what `local` returns.
+    """
+    structure, policy = model.structure, model.structure.policy
+
+    def prepared(params: Buffers, frozen: Buffers, rest: tuple[Any, ...], batch: Any) -> Any:
+        batch = cast_floats(batch, policy.gather_dtype if policy.cast_inputs else None)
+        return local(params, frozen, own_keys(rest, structure.axis), batch)
+
+    cut, whole = PartitionSpec(structure.axis), PartitionSpec()
+    mapped = jax.shard_map(
+        prepared,
+        mesh=structure.mesh,
+        in_specs=(cut, cut, whole, batch_specs(batch, structure.axis, replicate)),
+        out_specs=out_specs,
+        axis_names={structure.axis},
+        check_vma=False,
+    )
+    return mapped(model.params, model.frozen, model.rest, batch)
 
 
 def gather_units(

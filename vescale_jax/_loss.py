@@ -64,8 +64,11 @@ def ratio(mean: Mean) -> jax.Array:
     return jnp.where(mean.count == 0, 0, mean.total / jnp.where(mean.count == 0, 1, mean.count))
 
 
-def check_aux(aux: Any) -> None:
-    """Raises `TypeError` for metrics that are neither floating-point nor integers."""
+def read_aux(aux: Any) -> Any:
+    """Reads the metrics that a function returned, each `Mean` as `as_mean` does.
+
+    Raises: `TypeError` for metrics that are neither floating-point nor integers.
+    """
     dtypes: set[str] = set()
     types: set[str] = set()
     for leaf in jax.tree.leaves(aux):
@@ -82,6 +85,7 @@ def check_aux(aux: Any) -> None:
             f"loss_fn: got aux of {' and '.join(kinds)}; want vs.Mean, floats (averaged over the devices) or integers "
             "(summed over them); convert it"
         )
+    return jax.tree.map(lambda node: as_mean(node) if is_mean(node) else node, aux, is_leaf=is_mean)
 
 
 def sum_over_devices(tree: Any, axis: str) -> Any:

@@ -1,12 +1,11 @@
 """What the planner's benchmark measures, in small: enough to notice when a figure of docs/planner.md is lost."""
 
 import math
-import random
 import time
 
 import pytest
 
-from benchmarks.planner import KNOWN, KNOWN_SHARDS, specs_of, totals
+from benchmarks.planner import KNOWN, KNOWN_SHARDS, plan_seconds, specs_of, totals
 from vescale_jax._model_shapes import model_shapes
 from vescale_planner import Block, Rows, TensorSpec, Tile, plan_group, plan_unit
 
@@ -27,17 +26,9 @@ def test_all_of_deepseek_is_planned_in_no_time(num_shards: int, limit: float) ->
 
 
 def test_time_grows_no_faster_than_the_papers_bound() -> None:
-    def seconds(tensors: int, num_shards: int) -> float:
-        draw = random.Random(tensors)
-        rows = [draw.choice((512, 1536, 2048, 7168)) for _ in range(tensors)]
-        group = [TensorSpec(str(i), (draw.randint(1, 64) * 16, row), Rows(16)) for i, row in enumerate(rows)]
-        start = time.process_time()
-        plan_group(group, num_shards, 8)
-        return time.process_time() - start
-
     # Quadratic in tensors would be 64 times as long; the search's budget alone may be a few hundredths of a second.
-    assert seconds(1600, 256) < 0.2 + 64 * seconds(200, 256)
-    assert seconds(400, 100_000) < 0.5
+    assert plan_seconds(1600, 256) < 0.2 + 64 * plan_seconds(200, 256)
+    assert plan_seconds(400, 100_000) < 0.5
 
 
 @pytest.mark.parametrize(("model", "group", "rows"), list(KNOWN))
