@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from vescale_layouts import Layout
+from vescale_layouts import Layout, sum_dtype
 from vescale_planner import Block, Faults, GroupPlan, TensorSpec, advise, plan_group, plan_unit
 
 from ._policy import MixedPrecisionPolicy
@@ -142,16 +142,11 @@ def make_groups(
                 layout=Layout(plan, mesh, axis),
                 dtype=dtype,
                 gather_dtype=gather,
-                reduce_dtype=jnp.dtype(policy.reduce_dtype or _wide(dtype)),
+                reduce_dtype=jnp.dtype(policy.reduce_dtype or sum_dtype(dtype)),
                 trainable=trains,
             )
             groups.append(group)
     return tuple(groups)
-
-
-def _wide(dtype: Any) -> Any:
-    """float32, or the dtype itself where that is wider or no float."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _alignment(stored: Any, gathered: Any) -> int:

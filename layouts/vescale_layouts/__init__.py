@@ -9,6 +9,7 @@ from ._block_view import BlockView as BlockView
 from ._block_view import LocalBlocks as LocalBlocks
 from ._collectives import gather as gather
 from ._collectives import reduce_scatter as reduce_scatter
+from ._collectives import sum_dtype as sum_dtype
 from ._dbuffer import DBuffer as DBuffer
 from ._layout import Layout as Layout
 from ._layout import Location as Location

@@ -42,10 +42,21 @@ def gather(
     Returns: the tensors by name, in slot order.
     """
     gather_dtype = jnp.dtype(shard.dtype if gather_dtype is None else gather_dtype)
-    if reduce_dtype is None:
-        is_float = jnp.issubdtype(shard.dtype, jnp.floating)
-        reduce_dtype = jnp.promote_types(shard.dtype, jnp.float32) if is_float else shard.dtype
-    return _gather(layout, shard, gather_dtype, jnp.dtype(reduce_dtype), again)
+    reduce_dtype = jnp.dtype(sum_dtype(shard.dtype) if reduce_dtype is None else reduce_dtype)
+    return _gather(layout, shard, gather_dtype, reduce_dtype, again)
+
+
+def sum_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype in which cotangents of a shard are summed unless told otherwise.
+
+    Arguments:
+
+    - `dtype`: of the shard.
+
+    Returns: float32, or the dtype itself where that is wider or no float.
+    """
+    dtype = jnp.dtype(dtype)
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def reduce_scatter(
