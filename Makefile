@@ -24,7 +24,7 @@ train:
 	$(VENV_PYTHON) examples/train_lm.py $(ARGS)
 
 test:
-	@.ci/venv examples,test
+	@.ci/venv examples,test,cuda-aot
 	$(VENV_PYTHON) -m pytest -n 2 $(ARGS)
 
 lint:

@@ -21,13 +21,18 @@ from flax import nnx
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of a `LanguageModel`. The defaults are no powers of two, as real models' sizes are not."""
+    """Sizes of a `LanguageModel`. The defaults are no powers of two, as real models' sizes are not.
+
+    With `stack`, the layers are one module whose parameters have the layers on dim 0, and run in a loop that is
+    compiled once (`nnx.scan`), however many they are.
+    """
 
     vocabulary: int = 256
     layers: int = 3
     width: int = 180
     heads: int = 6
     mlp_width: int = 500
+    stack: bool = False
 
     def __post_init__(self):
         if self.width % (2 * self.heads):
@@ -107,6 +112,23 @@ class Layer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def stacked_layers(config: ModelConfig, rngs: nnx.Rngs) -> Layer:
+    """All layers as one, each made with random numbers of its own."""
+
+    @nnx.split_rngs(splits=config.layers)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs: nnx.Rngs) -> Layer:
+        return Layer(config, rngs)
+
+    return make(rngs)
+
+
+@nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+def run_stacked(x: jax.Array, layer: Layer) -> jax.Array:
+    """One layer after the other."""
+    return layer(x)
+
+
 class LanguageModel(nnx.Module):
     """Tokens (B, T) int32 -> logits (B, T, V)."""
 
@@ -114,12 +136,20 @@ class LanguageModel(nnx.Module):
         self.embedding = nnx.Embed(
             config.vocabulary, config.width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
         )
-        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
+        self.layers = (
+            stacked_layers(config, rngs)
+            if config.stack
+            else nnx.List([Layer(config, rngs) for _ in range(config.layers)])
+        )
+        self.stack = config.stack
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.head = linear(config.width, config.vocabulary, rngs, scale=0.1)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
+        if self.stack:
+            x = run_stacked(x, self.layers)
+        else:
+            for layer in self.layers:
+                x = layer(x)
         return self.head(self.norm(x))

@@ -5,9 +5,11 @@ In: numbers of the run, losses in bits per byte. Out: text on the terminal, one 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -16,6 +18,17 @@ from rich.table import Table
 
 SMOOTHING = 0.95  # of the loss shown: a batch is small, so its own loss jumps
 LINES = 10  # printed over a run whose output is no terminal
+
+
+class Outcome(Protocol):
+    """What came of one optimizer; see compare_optimizers.py."""
+
+    name: str
+    curve: dict[int, float]
+    bytes: float
+
+    @property
+    def loss(self) -> float: ...
 
 
 def clock(seconds: float) -> str:
@@ -28,12 +41,12 @@ class TrainingProgress:
     """A progress bar with loss, tokens per second and time left; plain lines where the output is no terminal.
 
     Use as a context manager and call `advance` after every step. The first step, which compiles, is left out of
-    the rate.
+    the rate. A resumed run has done some steps before.
     """
 
-    def __init__(self, console: Console, steps: int, tokens_per_step: int):
+    def __init__(self, console: Console, steps: int, tokens_per_step: int, done: int = 0):
         self.console, self.steps, self.tokens_per_step = console, steps, tokens_per_step
-        self.step = 0
+        self.step = self.start = done
         self.loss = 0.0
         self.rate = 0.0  # tokens per second
         self.bar = Progress(
@@ -45,7 +58,7 @@ class TrainingProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self.task = self.bar.add_task("training", total=steps, status="compiling")
+        self.task = self.bar.add_task("training", total=steps, completed=done, status="compiling")
 
     def __enter__(self) -> TrainingProgress:
         self.bar.start()
@@ -58,11 +71,12 @@ class TrainingProgress:
         """Count one step, whose mean loss was `loss` bits per byte."""
         now = time.perf_counter()
         self.step += 1
-        if self.step == 1:
+        if self.step == self.start + 1:
             self.first, self.loss = now, loss
         else:
-            self.loss = SMOOTHING * self.loss + (1 - SMOOTHING) * loss
-            self.rate = (self.step - 1) * self.tokens_per_step / (now - self.first)
+            if math.isfinite(loss):  # otherwise the step was skipped
+                self.loss = SMOOTHING * self.loss + (1 - SMOOTHING) * loss
+            self.rate = (self.step - self.start - 1) * self.tokens_per_step / (now - self.first)
         left = (self.steps - self.step) * self.tokens_per_step / self.rate if self.rate else float("nan")
         status = f"{self.loss:.3f} bits per byte"
         if self.rate:
@@ -105,6 +119,29 @@ def save_loss_curve(
         axes.axhline(level, color="black", linestyle=style, linewidth=1, label=f"{name}: {level:.3f}")
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def optimizer_table(outcomes: Sequence[Outcome]) -> Table:
+    """Held-out bits per byte and bytes of state of each optimizer, as a table beside the first one."""
+    table = Table("optimizer", "held-out bits per byte", "to the first", "bytes of state a parameter")
+    for outcome in outcomes:
+        ratio = outcome.loss / outcomes[0].loss - 1
+        table.add_row(outcome.name, f"{outcome.loss:.4f}", f"{ratio:+.2%}", f"{outcome.bytes:.2f}")
+    return table
+
+
+def save_optimizer_curves(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Draw the held-out loss along the way, in bits per byte, of each optimizer."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for outcome, marker in zip(outcomes, "osv^D", strict=False):
+        label = f"{outcome.name}: {outcome.loss:.3f} at the end"
+        axes.plot(list(outcome.curve), list(outcome.curve.values()), marker=marker, label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("held-out bits per byte")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -136,19 +136,23 @@ class TrainingBatches:
         random = np.random.default_rng((self.seed, epoch))
         return random.integers(self.length) + self.length * random.permutation(self.rows_per_epoch)
 
-    def batch(self, step: int) -> dict[str, np.ndarray]:
-        """{"tokens": (B, T + 1) int32} of step 0, 1, ..."""
-        epochs, places = np.divmod(np.arange(step * self.rows, (step + 1) * self.rows), self.rows_per_epoch)
-        first = np.empty(self.rows, np.int64)
+    def batch(self, step: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """{"tokens": (B, T + 1) int32} of step 0, 1, ...; or only some of its rows, by number."""
+        chosen = np.arange(self.rows) if rows is None else rows
+        epochs, places = np.divmod(step * self.rows + chosen, self.rows_per_epoch)
+        first = np.empty(len(chosen), np.int64)
         for epoch in np.unique(epochs):
             first[epochs == epoch] = self.starts(int(epoch))[places[epochs == epoch]]
         return {"tokens": self.tokens[first[:, None] + np.arange(self.length + 1)].astype(np.int32)}
 
 
-def held_out_batches(tokens: np.ndarray, rows: int, length: int) -> Iterator[dict[str, np.ndarray]]:
+def held_out_batches(
+    tokens: np.ndarray, rows: int, length: int, chosen: np.ndarray | None = None
+) -> Iterator[dict[str, np.ndarray]]:
     """Batches {"tokens": (B, T + 1) int32, "weights": (B, T) float32} in which every byte but the first counts once.
 
-    The last batch is filled up with tokens of weight zero, so all batches have one shape.
+    The last batch is filled up with tokens of weight zero, so all batches have one shape. With `chosen`, only the rows
+    of these numbers are taken from every batch.
     """
     predicted = len(tokens) - 1
     batches = -(-predicted // (rows * length))
@@ -158,4 +162,6 @@ def held_out_batches(tokens: np.ndarray, rows: int, length: int) -> Iterator[dic
     cuts = np.arange(count)[:, None] * length + np.arange(length + 1)
     weights = (np.arange(count * length) < predicted).astype(np.float32).reshape(count, length)
     for batch in np.split(np.arange(count), batches):
+        if chosen is not None:
+            batch = batch[chosen]
         yield {"tokens": padded[cuts[batch]], "weights": weights[batch]}

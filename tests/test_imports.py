@@ -21,7 +21,7 @@ PACKAGES = {
 ALLOWED = {
     "vescale_jax": {
         "vescale_layouts", "vescale_planner",
-        "jax", "jaxlib", "flax", "optax", "numpy", "chex", "orbax", "rich", "matplotlib",
+        "jax", "jaxlib", "flax", "optax", "numpy", "chex", "orbax", "tensorstore", "rich", "matplotlib",
     },
     "vescale_layouts": {"vescale_planner", "jax", "jaxlib", "numpy"},
     "vescale_planner": set(),

@@ -9,9 +9,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from vescale_jax import _plan_command
+from vescale_jax import _checkpoint_command, _launch_command, _plan_command, _preflight_command
 
-COMMANDS = (_plan_command,)
+COMMANDS = (_plan_command, _checkpoint_command, _launch_command, _preflight_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from ._batch import place
 from ._inside import cast_floats, gather_units, on_devices
 from ._loss import finish_aux, read_aux, sum_over_devices
+from ._scans import with_loops
 from ._sharded import Buffers, Sharded, check_alive, check_sharded
 
 
@@ -40,7 +41,11 @@ def apply(
         def local(params: Buffers, frozen: Buffers, rest: tuple[Any, ...], batch: Any) -> Any:
             tensors = gather_units(structure.units, params, trainable=True)
             tensors |= gather_units(structure.units, frozen, trainable=False)
-            out = fn(structure.form.inside(tensors, rest), batch)
+
+            def whole(tensors: Any, _: Any, rest: tuple[Any, ...], batch: Any) -> Any:
+                return fn(structure.form.inside(tensors, rest), batch)
+
+            out = with_loops(whole, [unit for unit in structure.units if unit.stack])(tensors, {}, rest, batch)
             if not mean:
                 if not replicate_batch and any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(out)):
                     raise TypeError(

@@ -4,6 +4,7 @@ Comes in: a `Sharded` model, concrete or abstract. Goes out: a `Description`, nu
 is a table. Bytes are those of one device unless said otherwise.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +23,20 @@ class GroupRow:
     Attributes:
 
     - `unit`, `group`: names.
+    - `layers`: of a stack; 1 otherwise.
     - `tensors`: parameters in the group.
     - `elements`: of all tensors, without padding.
-    - `shard_size`: S, elements on one device.
+    - `shard_size`: S, elements on one device, of all layers.
     - `dtype`, `gather_dtype`, `reduce_dtype`: names of dtypes; no `reduce_dtype` without gradients.
     - `shard_bytes`: stored on one device.
-    - `gathered_bytes`: of the whole buffer while it is gathered.
+    - `gathered_bytes`: of the whole buffer while it is gathered; of a stack, one layer's.
     - `padding`: elements of the buffer that belong to no tensor.
     - `gathers`, `reduce_scatters`: collectives in one training step.
     """
 
     unit: str
     group: str
+    layers: int
     tensors: int
     elements: int
     shard_size: int
@@ -112,7 +115,7 @@ class Description:
             frozen = row.reduce_dtype is None
             wire = f"{row.gather_dtype}, frozen" if frozen else f"{row.gather_dtype} / {row.reduce_dtype}"
             table.add_row(
-                row.unit,
+                f"{row.unit} x {row.layers}" if row.layers > 1 else row.unit,
                 row.dtype,
                 wire,
                 f"{row.tensors}",
@@ -152,21 +155,23 @@ def describe(model: Sharded) -> Description:
 
 def _row(unit: Unit, group: Group, num_shards: int) -> GroupRow:
     plan = group.layout.plan
-    collectives = int(num_shards > 1)
+    layers = math.prod(unit.stack)
+    collectives = layers if num_shards > 1 else 0
     # A frozen group is gathered again only because gradients flow through it to what is trained.
     again = collectives if unit.reshard_after_forward else 0
     return GroupRow(
         unit=unit.name,
         group=group.name,
+        layers=layers,
         tensors=len(plan.slots),
-        elements=plan.buffer_size - plan.padding,
-        shard_size=plan.shard_size,
+        elements=layers * (plan.buffer_size - plan.padding),
+        shard_size=layers * plan.shard_size,
         dtype=str(group.dtype),
         gather_dtype=str(group.gather_dtype),
         reduce_dtype=str(group.reduce_dtype) if group.trainable else None,
-        shard_bytes=plan.shard_size * group.dtype.itemsize,
+        shard_bytes=layers * plan.shard_size * group.dtype.itemsize,
         gathered_bytes=plan.buffer_size * group.gather_dtype.itemsize,
-        padding=plan.padding,
+        padding=layers * plan.padding,
         gathers=collectives + again,
         reduce_scatters=collectives if group.trainable else 0,
     )

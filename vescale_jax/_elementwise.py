@@ -1,13 +1,14 @@
 """Element-wise or not: whether an optimizer does to flat buffers what it does to the parameters themselves.
 
 Comes in: an optax transformation and a sharded model. Goes out: nothing, or a `ValueError`. Buffers have one dim and
-hold many parameters, so three kinds of optimizer would quietly do something else to them: those that choose
+hold many parameters, so four kinds of optimizer would quietly do something else to them: those that choose
 parameters by rank or name (weight-decay masks), those that reduce over one parameter (LAMB, adaptive clipping, Muon),
-and those whose state has a shape of its own (Adafactor).
+those whose state has a shape of its own (Adafactor), and those that draw random numbers for every element.
 
 The update is traced twice, over the buffers and over the parameters, shapes only. For each parameter it has to use the
 same inputs in the same element-wise operations as its buffer does, and reduce over all parameters or over none. What
-cannot be traced over parameters, an optimizer made for buffers, is its maker's concern.
+cannot be traced over parameters, an optimizer made for buffers, is its maker's concern; `optimizers.per_parameter` is
+such a maker, and runs most of what is refused here.
 """
 
 from collections import Counter
@@ -26,6 +27,7 @@ from ._sharded import Buffers
 _INLINED = frozenset(["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"])
 _OPAQUE = frozenset(["cond", "while", "scan", "shard_map"])
 _LAYOUT = frozenset(["broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose"])
+_CHANGE = "run it on the parameters: tx = vs.optimizers.per_parameter(tx, model)"
 _MIXING = ("reduce", "arg", "dot_general", "cum", "sort", "conv", "gather", "scatter", "top_k")
 
 
@@ -59,29 +61,32 @@ def check_elementwise(tx: Any, params: Buffers, what: str) -> None:
     flat = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     whole = jax.tree.map(_tensors, flat, is_leaf=_is_buffer)
     try:
-        whole_state, whole_uses = _uses(tx, whole)
-        flat_state, flat_uses = _uses(tx, flat)
+        whole_state, whole_uses, _ = _uses(tx, whole)
+        flat_state, flat_uses, draws = _uses(tx, flat)
     except (AttributeError, KeyError, TypeError, ValueError):
         return
     faults = Faults(what)
     want = "one that treats all parameters of a buffer alike, element by element"
     everything = frozenset(whole_uses)
+    if draws:
+        got = "an optimizer that draws random numbers for buffers, which are others than for parameters"
+        faults.add("tx", got=got, want="one without noise", change="leave it out, or add it to the gradients yourself")
     for path, use in whole_uses.items() if flat_uses else ():
         fault = _difference(use, flat_uses[path.rsplit("'][", 1)[0] + "'].data"], everything)
         if fault:
             got = f"an optimizer that {fault}"
-            faults.add(_readable(path), got=got, want=want, change="choose another one, or another mask")
+            faults.add(_readable(path), got=got, want=want, change=_CHANGE)
     expanded = jax.tree.map(_tensors, flat_state, is_leaf=_is_buffer)
     if not faults and (_odd_buffers(flat_state) or _described(whole_state) != _described(expanded)):
         got = "an optimizer whose state depends on single parameters (such as Adafactor or NovoGrad)"
-        faults.add("tx", got=got, want=want, change="choose another one, or another mask")
+        faults.add("tx", got=got, want=want, change=_CHANGE)
     faults.raise_if_any()
 
 
 def _odd_buffers(state: Any) -> bool:
     """Whether some state belongs to a buffer and has not its size: one value for all its parameters."""
     nodes = [node for node in jax.tree.leaves(state, is_leaf=_is_buffer) if _is_buffer(node)]
-    return any(leaf.shape != (node.layout.buffer_size,) for node in nodes for leaf in jax.tree.leaves(node.data))
+    return any(leaf.shape != node.layout.buffer_shape for node in nodes for leaf in jax.tree.leaves(node.data))
 
 
 def _is_buffer(node: Any) -> bool:
@@ -93,8 +98,9 @@ def _tensors(node: Any) -> Any:
     if not _is_buffer(node):
         return node
     slots, data = node.layout.plan.slots, node.data
-    if getattr(data, "shape", None) == (node.layout.buffer_size,):
-        return {name: jax.ShapeDtypeStruct(slot.shape, data.dtype) for name, slot in slots.items()}
+    if getattr(data, "shape", None) == node.layout.buffer_shape:
+        stack = node.layout.stack
+        return {name: jax.ShapeDtypeStruct((*stack, *slot.shape), data.dtype) for name, slot in slots.items()}
     return dict.fromkeys(slots, data)
 
 
@@ -103,15 +109,17 @@ def _described(state: Any) -> Any:
     return treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def _uses(tx: Any, params: Any) -> tuple[Any, dict[str, _Use]]:
-    """The optimizer's state, shapes only, and how the update of each leaf of `params` is made, by key path.
+def _uses(tx: Any, params: Any) -> tuple[Any, dict[str, _Use], bool]:
+    """The optimizer's state, shapes only; how the update of each leaf of `params` is made, by key path; and whether
+    arrays of random numbers are drawn.
 
     The second is empty where a loop or a branch takes several parameters and nothing can be told.
     """
     state = jax.eval_shape(tx.init, params)
     closed = jax.make_jaxpr(lambda grads, params, state: tx.update(grads, state, params)[0])(params, params, state)
     shapes = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
-    return state, _uses_of(closed.jaxpr, shapes)
+    draws = any(name == "random_bits" and out[0].aval.shape for name, _, out, _ in _flattened(closed.jaxpr, {}))
+    return state, _uses_of(closed.jaxpr, shapes), draws
 
 
 def _uses_of(jaxpr: Jaxpr, shapes: dict[str, tuple[int, ...]]) -> dict[str, _Use]:
@@ -123,9 +131,13 @@ def _uses_of(jaxpr: Jaxpr, shapes: dict[str, tuple[int, ...]]) -> dict[str, _Use
             own[v] = {name: frozenset([kind])}
     reduced: dict[Var, frozenset[str]] = {}
     operations: dict[Var, Counter[Any]] = {}
+    constants: dict[Var, str | None] = {}
     renamed: dict[Var, Any] = {}
     for primitive, invars, outvars, _ in _flattened(jaxpr, renamed):
         operands = [v for v in invars if not isinstance(v, Literal)]
+        values = [str(v.val) if isinstance(v, Literal) else constants.get(v) for v in invars]
+        # A constant is the same in any shape: scalars take it as it is, arrays broadcast it first.
+        constants |= dict.fromkeys(outvars, values[0] if primitive in _LAYOUT and values else None)
         joined: dict[str, frozenset[str]] = {}
         for v in operands:
             for name, kinds in own.get(v, {}).items():
@@ -139,7 +151,7 @@ def _uses_of(jaxpr: Jaxpr, shapes: dict[str, tuple[int, ...]]) -> dict[str, _Use
         if primitive.startswith(_MIXING):
             through, joined, done = through | frozenset(joined), {}, Counter()
         elif len(joined) == 1 and primitive not in _LAYOUT and outvars[0].aval.shape == shapes[next(iter(joined))]:
-            done = done + Counter([(primitive, tuple(str(v.val) for v in invars if isinstance(v, Literal)))])
+            done = done + Counter([(primitive, tuple(value for value in values if value is not None))])
         for v in outvars:
             own[v], reduced[v], operations[v] = joined, through, done
     uses: dict[str, _Use] = {}

@@ -6,7 +6,9 @@ the order of the files: the model is taken apart (`_forms`), its parameters are 
 All mistakes of the arguments are found before anything is made, and reported together.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
@@ -20,12 +22,12 @@ from vescale_planner import Block, Elements, Faults
 
 from ._form import Parts
 from ._forms import builder, check_model, split_model
-from ._groups import Storage, Unit, each_group, gathered_dtype, make_groups, stored_dtype
+from ._groups import Storage, Treatment, Unit, each_group, gathered_dtype, make_groups, stored_dtype
 from ._init import Recipe, fill
 from ._policy import MixedPrecisionPolicy
 from ._rules import Rule, resolve
 from ._sharded import Buffers, Sharded, Structure, copied
-from ._units import UnitRule, assign
+from ._units import UnitRule, assign, in_order, stacked
 
 
 def fully_shard(
@@ -35,6 +37,8 @@ def fully_shard(
     params: Any = None,
     axis: str | None = None,
     units: UnitRule = None,
+    stacks: Sequence[str] = (),
+    prefetch: int | None = None,
     max_unit_bytes: int | None = 2**30,
     blocks: Rule[Block] = Elements(1),
     storage: Storage = "row_major",
@@ -60,8 +64,13 @@ def fully_shard(
     - `axis`: the mesh axis over which parameters are cut. None: the only axis, or else the one called `fsdp`.
     - `units`: which parameters are gathered together. None: every layer of a list of layers, and the rest as `root`.
       Patterns such as `("encoder/layers/*", "embed")`, or a function from path to unit name, choose otherwise.
+    - `stacks`: patterns such as `("layers",)` for what the model scans over (`nnx.scan`, linen's `nn.scan`,
+      `jax.lax.scan`): parameters below such a path have layers on dim 0. Each layer is gathered by itself, inside the
+      scan. Blocks are those of one layer.
+    - `prefetch`: of a stack, how many layers are gathered ahead of the one that computes, 0 or 1. None: 1, but 0 on
+      CPU devices, where nothing runs beside the computation.
     - `max_unit_bytes`: cap on the gathered bytes of a unit; without `units`, larger ones are split, and big tables get
-      their own. None: no cap.
+      their own. None: no cap. A layer of a stack may be of any size.
     - `blocks`: the piece of each parameter that is never cut, such as `Rows(32)`: one for all, by path pattern, or a
       function of path and `jax.ShapeDtypeStruct`.
     - `storage`: `"free"` lets the planner store parameters with `Tile` blocks transposed or tile by tile, and a unit in
@@ -85,9 +94,8 @@ def fully_shard(
     build = builder(model, params, streams)
     traced = _trace(build, mesh) if build else None
     parts, form = (traced[0], traced[1]) if traced else split_model(model, params, streams)
-    planned = _plan_units(
-        parts, mesh, axis, units, max_unit_bytes, blocks, storage, trainable, policy, reshard_after_forward
-    )
+    asked = _Asked(units, stacks, prefetch, max_unit_bytes, blocks, storage, trainable, reshard_after_forward)
+    planned = _plan_units(parts, asked, mesh, axis, policy)
     structure = Structure(form=form, units=planned, mesh=mesh, axis=axis, policy=policy)
     if abstract:
         return _abstract(structure, parts)
@@ -145,20 +153,27 @@ def _trace(build: Callable[[], Any], mesh: Mesh) -> tuple[Parts, Any, Any]:
     return Parts(dict(zip(paths, params, strict=True)), tuple(rest)), form, closed
 
 
-def _plan_units(
-    parts: Parts,
-    mesh: Mesh,
-    axis: str,
-    units: UnitRule,
-    max_unit_bytes: int | None,
-    blocks: Any,
-    storage: Storage,
-    trainable: Any,
-    policy: MixedPrecisionPolicy,
-    reshard: Any,
-) -> tuple[Unit, ...]:
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """The rules that `fully_shard` was given, as they are."""
+
+    units: Any
+    stacks: Any
+    prefetch: Any
+    max_unit_bytes: int | None
+    blocks: Any
+    storage: Any
+    trainable: Any
+    reshard: Any
+
+
+def _plan_units(parts: Parts, asked: _Asked, mesh: Mesh, axis: str, policy: MixedPrecisionPolicy) -> tuple[Unit, ...]:
     faults = Faults("fully_shard")
-    leaves = parts.params
+    layers, lengths = _layers(parts, asked.stacks, faults)
+    leaves = {
+        path: jax.ShapeDtypeStruct(leaf.shape[1:] if path in layers else leaf.shape, leaf.dtype)
+        for path, leaf in parts.params.items()
+    }
     for path, leaf in leaves.items():
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             change = "keep real and imaginary part as two parameters"
@@ -167,32 +182,65 @@ def _plan_units(
         path: int(np.prod(leaf.shape)) * gathered_dtype(stored_dtype(leaf, policy), policy).itemsize
         for path, leaf in leaves.items()
     }
-    shapes = {path: (jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),) for path, leaf in leaves.items()}
-    block_of = resolve(blocks, shapes, argument="blocks", default=Elements(1), faults=faults)
-    trains = resolve(trainable, shapes, argument="trainable", default=True, faults=faults)
-    members = assign(nbytes, units, max_unit_bytes, faults)
-    reshards = resolve(reshard, members, argument="reshard_after_forward", default=True, faults=faults)
-    if storage not in get_args(Storage):
+    shapes = {path: (leaf,) for path, leaf in leaves.items()}
+    block_of = resolve(asked.blocks, shapes, argument="blocks", default=Elements(1), faults=faults)
+    trains = resolve(asked.trainable, shapes, argument="trainable", default=True, faults=faults)
+    others = {path: size for path, size in nbytes.items() if path not in layers}
+    members = assign(others, asked.units, asked.max_unit_bytes, faults) if others or not layers else {}
+    for path, unit in layers.items():
+        members.setdefault(unit, []).append(path)
+    members = in_order(members)
+    reshards = resolve(asked.reshard, members, argument="reshard_after_forward", default=True, faults=faults)
+    if asked.storage not in get_args(Storage):
         want = " or ".join(map(repr, get_args(Storage)))
-        faults.add("storage", got=repr(storage), want=want, change="pass one of these")
+        faults.add("storage", got=repr(asked.storage), want=want, change="pass one of these")
         faults.raise_if_any()
-    if not faults and isinstance(trainable, Mapping) and all(value is True for value in trainable.values()):
+    if asked.prefetch not in (None, 0, 1) or isinstance(asked.prefetch, bool):
+        faults.add("prefetch", got=repr(asked.prefetch), want="0, 1 or None", change="pass one of these")
+    chosen = asked.trainable
+    if not faults and isinstance(chosen, Mapping) and all(value is True for value in chosen.values()):
         got = "patterns that freeze nothing, since what no pattern matches is trained"
         faults.add("trainable", got=got, want="at least one False", change='add "*": False as the last pattern')
     for argument, values in (("trainable", trains), ("reshard_after_forward", reshards)):
         for name, value in values.items():
             if not isinstance(value, bool | np.bool_):
                 faults.add(f"{argument} of {name}", got=repr(value), want="True or False", change="mend the rule")
+    treatment = Treatment(block_of, trains, policy, mesh, axis, asked.storage)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    prefetch = int(not on_cpu) if asked.prefetch is None else asked.prefetch
     planned = tuple(
         Unit(
             name=name,
-            groups=make_groups(name, paths, leaves, block_of, trains, policy, mesh, axis, storage, faults),
+            groups=make_groups(name, paths, leaves, treatment, faults, lengths.get(name, ())),
             reshard_after_forward=bool(reshards[name]),
+            stack=lengths.get(name, ()),
+            prefetch=prefetch if name in lengths else 0,
         )
         for name, paths in members.items()
     )
     faults.raise_if_any()
     return planned
+
+
+def _layers(parts: Parts, stacks: Any, faults: Faults) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """The stack of every parameter that is in one, and the layers of each stack."""
+    owners: dict[str, str] = {}
+    lengths: dict[str, tuple[int, ...]] = {}
+    for unit, paths in stacked(list(parts.params), stacks, faults).items():
+        shapes = {path: tuple(parts.params[path].shape) for path in paths}
+        usual = Counter(shape[0] for shape in shapes.values() if shape).most_common(1)
+        length = usual[0][0] if usual else 0
+        for path, shape in shapes.items():
+            if not shape or shape[0] != length or not length:
+                want = (
+                    f"layers on dim 0, {length} as in most parameters of stack {unit}" if length else "layers on dim 0"
+                )
+                change = "leave it out of stacks by a finer pattern, or put the layers on dim 0"
+                faults.add(path, got=f"shape {shape}", want=want, change=change)
+        owners.update(dict.fromkeys(paths, unit))
+        lengths[unit] = (length,)
+    faults.raise_if_any()
+    return owners, lengths
 
 
 def _buffers(structure: Structure, made: list[DBuffer], trainable: bool) -> Buffers:
@@ -242,7 +290,7 @@ def _build(structure: Structure, parts: Parts, closed: Any) -> Sharded:
         recipe = Recipe.from_jaxpr(closed)
         index = {path: i for i, path in enumerate(parts.params)}
         groups = [group for _, group in each_group(structure.units)]
-        made = fill([(group, recipe.slice([index[path] for path in group.paths])) for group in groups])
+        made = fill(recipe, groups, index)
         others = recipe.slice(range(len(index), len(index) + len(parts.rest)))
         rest = jax.jit(lambda *values: tuple(others(*values)), out_shardings=structure.replicated)(*others.values)
     return _sharded(structure, made, rest)

@@ -17,13 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from vescale_layouts import DBuffer, scatter_buffer
+
+from ._accumulation import Accumulation, accumulate, check_rows
+from ._backward import differentiate
 from ._batch import place
-from ._groups import each_group
-from ._inside import cast_floats, gather_again, gather_units, on_devices, reduce_unit
+from ._groups import Group, each_group
+from ._inside import buffer_specs, cast_floats, on_devices
 from ._loss import as_mean, finish_aux, is_mean, ratio, read_aux, sum_over_devices
-from ._pullback import Tensors, value_and_pullback
-from ._rest import changed_leaves, settle, to_sum
-from ._schedule import run_backward
+from ._pullback import Tensors
+from ._rest import changed_leaves, really_changed, settle, to_sum
 from ._sharded import Buffers, Sharded, Structure, check_alive, check_sharded
 
 
@@ -45,7 +48,11 @@ class Value(NamedTuple):
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, replicate_batch: bool = False
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    replicate_batch: bool = False,
+    accumulation: Accumulation | None = None,
 ) -> Callable[[Sharded, Any], tuple[Value, Buffers]]:
     """Makes a function of a sharded model and a global batch that returns loss and sharded gradients.
 
@@ -57,6 +64,8 @@ def value_and_grad(
     - `has_aux`: whether `loss_fn` returns `(loss, aux)`: a pytree of metrics, of which each `Mean` becomes the global
       mean, floats are averaged over the devices and integers summed.
     - `replicate_batch`: whether every device gets all rows; for batches smaller than the mesh.
+    - `accumulation`: in how many pieces each device works on its rows, and how gradients are added up. None: one. What
+      a microbatch changes of the rest, the next one is given; loss and metrics are those of all rows.
 
     Returns: a function `(model, batch) -> (Value, gradients)`, where the gradients have the structure, dtypes and
     shardings of `model.params`. It is jitted, and can be traced inside a larger step.
@@ -65,9 +74,10 @@ def value_and_grad(
     @jax.jit
     def jitted(model: Sharded, batch: Any) -> tuple[Value, Buffers]:
         structure = model.structure
-        cut, whole = PartitionSpec(structure.axis), PartitionSpec()
-        local = functools.partial(_local, structure, loss_fn, has_aux)
-        out = on_devices(local, model, batch, replicate=replicate_batch, out_specs=(whole, cut))
+        local = functools.partial(_local, structure, loss_fn, has_aux, accumulation)
+        out = on_devices(
+            local, model, batch, replicate=replicate_batch, out_specs=(PartitionSpec(), buffer_specs(model.params))
+        )
         (loss, norm, aux, changed), grads = out
         rest = tuple(changed.get(i, leaf) for i, leaf in enumerate(model.rest))
         return Value(loss, norm, aux, dataclasses.replace(model, rest=rest)), grads
@@ -77,6 +87,9 @@ def value_and_grad(
         structure = check_sharded(model, "value_and_grad")
         check_alive(model, "value_and_grad")
         batch = place(batch, structure.mesh, structure.axis, replicate=replicate_batch, what="value_and_grad")
+        if accumulation is not None:
+            devices = 1 if replicate_batch else structure.num_shards
+            check_rows(batch, devices, accumulation, "value_and_grad")
         return jitted(model, batch)
 
     return wrapped
@@ -86,6 +99,7 @@ def _local(
     structure: Structure,
     loss_fn: Callable[..., Any],
     has_aux: bool,
+    accumulation: Accumulation | None,
     params: Buffers,
     frozen: Buffers,
     rest: tuple[Any, ...],
@@ -102,61 +116,57 @@ def _local(
         after = structure.form.rest_after(model, rest)
         return loss.total, (loss, cast_floats(aux, policy.output_dtype), changed_leaves(structure, rest, after))
 
-    (loss, aux, changed), varies, grads = _differentiate(structure, total, params, frozen, rest, batch)
+    def evaluate(rest: tuple[Any, ...], batch: Any) -> Any:
+        (loss, aux, changed), varies, grads = differentiate(
+            structure, total, params, frozen, rest, batch, reduce=accumulation is None or accumulation.reduce == "each"
+        )
+        differs.append(varies[2])
+        return (loss, aux), really_changed(structure, rest, changed), grads
+
+    differs: list[dict[int, bool]] = []
+    if accumulation is None:
+        (loss, aux), changed, grads = evaluate(rest, batch)
+    else:
+        (loss, aux), changed, grads = accumulate(accumulation, evaluate, _dtypes(structure), rest, batch)
+    grads = _finished(structure, grads, scatter=accumulation is not None and accumulation.reduce == "end")
     squares = sum(
         (jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32)))) for g in jax.tree.leaves(grads)),
         start=jnp.float32(0),
     )
-    (loss, squares, aux, summed) = sum_over_devices((loss, squares, aux, to_sum(changed, rest, varies[2])), axis)
+    (loss, squares, aux, summed) = sum_over_devices((loss, squares, aux, to_sum(changed, rest, differs[-1])), axis)
     scale = jnp.where(loss.count == 0, 0, 1 / loss.count)
     grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
     norm = jnp.sqrt(squares) * jnp.abs(scale)
-    return (ratio(loss), norm, finish_aux(aux, num_shards), settle(changed, rest, summed, num_shards)), grads
+    parts = num_shards * (accumulation.microbatches if accumulation else 1)
+    return (ratio(loss), norm, finish_aux(aux, parts), settle(changed, rest, summed, num_shards)), grads
 
 
-def _differentiate(
-    structure: Structure,
-    total: Callable[[Tensors, Tensors, Any, Any], tuple[jax.Array, Any]],
-    params: Buffers,
-    frozen: Buffers,
-    rest: tuple[Any, ...],
-    batch: Any,
-) -> tuple[Any, Any, Buffers]:
-    """Gathers, evaluates and pulls back, unit by unit.
+def _dtypes(structure: Structure) -> dict[str, dict[str, Any]]:
+    """The stored dtype of every trainable group."""
+    found: dict[str, dict[str, Any]] = {}
+    for unit, group in each_group(structure.units):
+        if group.trainable:
+            found.setdefault(unit.name, {})[group.name] = group.dtype
+    return found
 
-    Returns: what `total` returned beside the loss; which of it differs from device to device; and the gradients' sums
-    over the devices, as shards `(S,)`.
-    """
-    units = structure.units
-    # One shard is the whole buffer: there is nothing to free.
-    resharded = [unit for unit in units if unit.reshard_after_forward and structure.num_shards > 1]
-    freed = {path for _, group in each_group(resharded) for path in group.paths}
-    by_name = {unit.name: unit for unit in units}
-    tensors = gather_units(units, params, trainable=True)
-    others = gather_units(units, frozen, trainable=False)
-    value, returned, varies, pull = value_and_pullback(total, freed, tensors, others, rest, batch)
-    jaxpr, inputs = pull.trace(jnp.ones_like(value), tensors, others, rest, batch)
-    first = len(inputs) - len(jax.tree.leaves((tensors, others, rest, batch)))
-    grads: Buffers = {}
 
-    def fetch(name: str, after: jax.Array) -> Tensors:
-        return gather_again(by_name[name], params, frozen, after)
+def _finished(structure: Structure, grads: Buffers, *, scatter: bool) -> Buffers:
+    """Gradients as shards in the stored dtypes; with `scatter`, summed over the devices now."""
 
-    def finish(name: str, gradients: Tensors) -> jax.Array:
-        grads[name] = reduce_unit(by_name[name], gradients)
-        return next(iter(grads[name].values())).data
+    def one(group: Group, data: jax.Array) -> jax.Array:
+        if not scatter:
+            return data.astype(group.dtype)
+        send = functools.partial(scatter_buffer, group.layout.layer, shard_dtype=group.dtype)
+        for _ in group.layout.stack:
+            send = jax.vmap(send)
+        return send(data.astype(group.reduce_dtype))
 
-    run_backward(
-        jaxpr,
-        inputs,
-        missing={first + i: path for i, path in enumerate([*sorted(tensors), *sorted(others)]) if path in freed},
-        outputs=sorted(tensors),
-        unit_of={path: unit.name for unit, group in each_group(units) for path in group.paths},
-        fetch=fetch,
-        finish=finish,
-        start=value,
-    )
-    return returned, varies, grads
+    finished: Buffers = {}
+    for unit, group in each_group(structure.units):
+        if group.trainable:
+            data = one(group, grads[unit.name][group.name].data)
+            finished.setdefault(unit.name, {})[group.name] = DBuffer(data, group.layout)
+    return finished
 
 
 def _pair(out: Any) -> tuple[Any, Any]:

@@ -69,11 +69,36 @@ class Unit:
     - `name`: path of the layer, or `root`.
     - `groups`: one for each dtype and trainability.
     - `reshard_after_forward`: whether the backward pass gathers again instead of keeping the tensors.
+    - `stack`: `(L,)` if the unit is a stack of L layers, each of which is gathered by itself; its groups are then laid
+      out as one layer is.
+    - `prefetch`: layers of a stack that are gathered ahead of the one that computes.
     """
 
     name: str
     groups: tuple[Group, ...]
     reshard_after_forward: bool
+    stack: tuple[int, ...] = ()
+    prefetch: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Treatment:
+    """How the parameters of a model are to be treated.
+
+    Attributes:
+
+    - `blocks`, `trainable`: by path.
+    - `policy`: the dtypes.
+    - `mesh`, `axis`: what plans are bound to.
+    - `storage`: see `fully_shard`.
+    """
+
+    blocks: Mapping[str, Block]
+    trainable: Mapping[str, bool]
+    policy: MixedPrecisionPolicy
+    mesh: Mesh
+    axis: str
+    storage: Storage
 
 
 def stored_dtype(leaf: Any, policy: MixedPrecisionPolicy) -> Any:
@@ -91,13 +116,9 @@ def make_groups(
     unit: str,
     paths: Sequence[str],
     leaves: Mapping[str, Any],
-    blocks: Mapping[str, Block],
-    trainable: Mapping[str, bool],
-    policy: MixedPrecisionPolicy,
-    mesh: Mesh,
-    axis: str,
-    storage: Storage,
+    treatment: Treatment,
     faults: Faults,
+    stack: tuple[int, ...] = (),
 ) -> tuple[Group, ...]:
     """Plans the groups of one unit.
 
@@ -105,19 +126,18 @@ def make_groups(
 
     - `unit`: its name.
     - `paths`: its parameters.
-    - `leaves`: parameters by path; only shapes and dtypes are read.
-    - `blocks`, `trainable`: by path.
-    - `policy`: the dtypes.
-    - `mesh`, `axis`: what the plan is bound to.
-    - `storage`: see `fully_shard`.
+    - `leaves`: parameters by path, one layer of each in a stack; only shapes and dtypes are read.
+    - `treatment`: of all parameters.
     - `faults`: takes blocks that do not fit their tensor.
+    - `stack`: `(L,)` for a stack of L layers.
 
     Returns: the groups, trainable ones first.
     """
+    policy, mesh, axis = treatment.policy, treatment.mesh, treatment.axis
     keyed: dict[tuple[Any, bool], list[str]] = {}
     for path in paths:
         dtype = stored_dtype(leaves[path], policy)
-        keyed.setdefault((dtype, trainable[path] and jnp.issubdtype(dtype, jnp.floating)), []).append(path)
+        keyed.setdefault((dtype, treatment.trainable[path] and jnp.issubdtype(dtype, jnp.floating)), []).append(path)
     prefix = f"{unit}/" if all(path.startswith(f"{unit}/") for path in paths) else ""
     groups: list[Group] = []
     for (dtype, trains), members in sorted(keyed.items(), key=lambda item: (not item[0][1], str(item[0][0]))):
@@ -126,20 +146,20 @@ def make_groups(
         for path in members:
             shape = tuple(leaves[path].shape)
             try:
-                TensorSpec(path, shape, blocks[path])
+                TensorSpec(path, shape, treatment.blocks[path])
             except (TypeError, ValueError) as error:
                 faults.absorb(error)
             else:
-                specs.append((path.removeprefix(prefix), shape, blocks[path]))
+                specs.append((path.removeprefix(prefix), shape, treatment.blocks[path]))
         if len(specs) < len(members):
             continue
-        plans = _plan(tuple(specs), mesh.shape[axis], _alignment(dtype, gather), storage)
+        plans = _plan(tuple(specs), mesh.shape[axis], _alignment(dtype, gather), treatment.storage)
         _warn_of_padding(unit, plans, gather.itemsize)
         for i, plan in enumerate(plans):
             group = Group(
                 name=f"{dtype}{'' if trains else '_frozen'}{f'.{i}' if i else ''}",
                 prefix=prefix,
-                layout=Layout(plan, mesh, axis),
+                layout=Layout(plan, mesh, axis, stack),
                 dtype=dtype,
                 gather_dtype=gather,
                 reduce_dtype=jnp.dtype(policy.reduce_dtype or sum_dtype(dtype)),

@@ -5,9 +5,11 @@ Comes in: the traced computation that builds the whole model, and the units. Goe
 The computation is traced once. What is tiny in it (random keys, counters) is computed at once; of the rest, each group
 takes the equations its own tensors need. Every device computes the group's tensors whole and keeps its own shard: the
 program is the same on every mesh, and so are the bits, whatever the random number generator. Memory peaks at one group.
-Identical layers differ only in their keys, which are inputs of the program: they are compiled once.
+Identical layers differ only in their keys, which are inputs of the program: they are compiled once. A stack of layers
+goes parameter by parameter, all layers of one at a time, since they are computed together.
 """
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
-from vescale_layouts import DBuffer, pack
+from vescale_layouts import DBuffer, pack, store
 
 from ._groups import Group
 
@@ -109,24 +111,37 @@ class Slice:
         return _signature(self.jaxpr)
 
 
-def fill(slices: Sequence[tuple[Group, Slice]]) -> list[DBuffer]:
+def fill(recipe: Recipe, groups: Sequence[Group], index: Mapping[str, int]) -> list[DBuffer]:
     """Makes the buffers of groups, one after the other.
 
     Arguments:
 
-    - `slices`: each group with the computation of its tensors, in slot order.
+    - `recipe`: the computation of the whole model.
+    - `groups`: which ones.
+    - `index`: of every parameter's output in the recipe, by path.
 
     Returns: one buffer a group.
     """
     compiled: dict[Any, Callable[..., Any]] = {}
-    buffers: list[DBuffer] = []
-    for group, piece in slices:
-        key = (group.layout, group.dtype, piece.signature)
+
+    def run(program: Callable[..., Any], group: Group, piece: Slice, slot: str, *arguments: Any) -> jax.Array:
+        key = (group.layout, group.dtype, slot, piece.signature)
         if key not in compiled:
-            compiled[key] = _program(group, piece)
-        data = compiled[key](*piece.values)
-        # One group at a time: the next one's temporaries must not pile up behind this one's.
-        buffers.append(DBuffer(jax.block_until_ready(data), group.layout))
+            compiled[key] = program()
+        # One at a time: the next one's temporaries must not pile up behind this one's.
+        return jax.block_until_ready(compiled[key](*arguments, *piece.values))
+
+    buffers: list[DBuffer] = []
+    for group in groups:
+        if not group.layout.stack:
+            piece = recipe.slice([index[path] for path in group.paths])
+            data = run(functools.partial(_program, group, piece), group, piece, "")
+        else:
+            data = DBuffer.zeros(group.layout, group.dtype).data
+            for slot in group.layout.plan.slots:
+                piece = recipe.slice([index[group.prefix + slot]])
+                data = run(functools.partial(_stack_program, group, piece, slot), group, piece, slot, data)
+        buffers.append(DBuffer(data, group.layout))
     return buffers
 
 
@@ -151,6 +166,32 @@ def _program(group: Group, piece: Slice) -> Callable[..., Any]:
             check_vma=False,
         ),
         out_shardings=layout.sharding,
+    )
+
+
+def _stack_program(group: Group, piece: Slice, name: str) -> Callable[..., Any]:
+    """Writes one parameter of a stack, all layers of it, into a buffer that is donated."""
+    layout, slot = group.layout, group.layout.plan.slots[name]
+
+    def local(shard: jax.Array, *values: Any) -> jax.Array:
+        (tensor,) = lax.optimization_barrier(piece(*values))
+        flat = jax.vmap(functools.partial(store, slot))(tensor.astype(group.dtype))
+        at = jnp.arange(layout.shard_size) + lax.axis_index(layout.axis) * layout.shard_size - slot.offset
+        if not slot.size:
+            return shard
+        return jnp.where((at >= 0) & (at < slot.size), flat.at[:, at].get(mode="clip"), shard)
+
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=layout.mesh,
+            in_specs=(layout.spec, *[PartitionSpec()] * len(piece.values)),
+            out_specs=layout.spec,
+            axis_names={layout.axis},
+            check_vma=False,
+        ),
+        out_shardings=layout.sharding,
+        donate_argnums=0,
     )
 
 

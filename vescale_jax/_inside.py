@@ -4,6 +4,7 @@ Everything here runs while the step is traced, inside `shard_map`. Every group i
 places each gather before its first use.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from vescale_layouts import DBuffer, gather, reduce_scatter
+from vescale_layouts import DBuffer, gather, pack, scatter_buffer
 
 from ._batch import batch_specs
 from ._groups import Unit, each_group
 from ._rest import own_keys
+from ._scans import stack_key
 from ._sharded import Buffers, Sharded
 
 
@@ -32,8 +34,8 @@ def on_devices(
 
     Arguments:
 
-    - `local`: a function of the trainable and the frozen shards, each of shape `(S,)`, of the rest, with random keys of
-      the device's own, and of the device's rows, in the policy's dtype.
+    - `local`: a function of the trainable and the frozen shards, each of shape `(S,)` or `(L, S)`, of the rest, with
+      random keys of the device's own, and of the device's rows, in the policy's dtype.
     - `model`, `batch`: global, traced.
     - `replicate`: whether every device gets all rows.
     - `out_specs`: of what `local` returns.
@@ -44,11 +46,11 @@ def on_devices(
         batch = cast_floats(batch, policy.gather_dtype if policy.cast_inputs else None)
         return local(params, frozen, own_keys(rest, structure.axis), batch)
 
-    cut, whole = PartitionSpec(structure.axis), PartitionSpec()
+    specs = batch_specs(batch, structure.axis, replicate)
     mapped = jax.shard_map(
         prepared,
         mesh=structure.mesh,
-        in_specs=(cut, cut, whole, batch_specs(batch, structure.axis, replicate)),
+        in_specs=(buffer_specs(model.params), buffer_specs(model.frozen), PartitionSpec(), specs),
         out_specs=out_specs,
         axis_names={structure.axis},
         check_vma=False,
@@ -56,24 +58,37 @@ def on_devices(
     return mapped(model.params, model.frozen, model.rest, batch)
 
 
+def buffer_specs(buffers: Buffers) -> Any:
+    """The partition spec of every buffer."""
+    is_buffer = functools.partial(_is, DBuffer)
+    return jax.tree.map(lambda buffer: DBuffer(buffer.layout.spec, buffer.layout), buffers, is_leaf=is_buffer)
+
+
+def _is(kind: type, node: Any) -> bool:
+    return isinstance(node, kind)
+
+
 def gather_units(
     units: Sequence[Unit], buffers: Buffers, *, trainable: bool, again: bool = False
 ) -> dict[str, jax.Array]:
-    """Gathers the whole parameters of some units.
+    """Gathers the whole parameters of some units, except those of stacks, which gather layer by layer.
 
     Arguments:
 
     - `units`: which ones.
-    - `buffers`: the local shards, each of shape `(S,)`.
+    - `buffers`: the local shards, each of shape `(S,)`, or `(L, S)` in a stack.
     - `trainable`: whether of the trainable groups or of the frozen ones.
     - `again`: whether they were gathered, and freed, before.
 
-    Returns: parameters by path, in the gathered dtype.
+    Returns: parameters by path, in the gathered dtype; the shards of stacks as they are, by `stack_key`.
     """
     tensors: dict[str, jax.Array] = {}
     for unit, group in each_group(units):
         if group.trainable == trainable:
             shard = buffers[unit.name][group.name].data
+            if unit.stack:
+                tensors[stack_key(unit, group)] = shard
+                continue
             gathered = gather(group.layout, shard, gather_dtype=group.gather_dtype, again=again)
             tensors.update((group.prefix + name, tensor) for name, tensor in gathered.items())
     return tensors
@@ -96,22 +111,28 @@ def gather_again(unit: Unit, params: Buffers, frozen: Buffers, after: jax.Array)
     return tensors | gather_units([unit], frozen, trainable=False, again=True)
 
 
-def reduce_unit(unit: Unit, grads: Mapping[str, jax.Array]) -> dict[str, DBuffer]:
-    """Sums the gradients of a unit's parameters over the devices and keeps this device's shards.
+def reduce_unit(unit: Unit, grads: Mapping[str, jax.Array], *, reduce: bool = True) -> dict[str, DBuffer]:
+    """Packs the gradients of a unit's parameters, sums them over the devices and keeps this device's shards.
 
     Arguments:
 
     - `unit`: which one.
-    - `grads`: by path, of every trainable parameter of the unit.
+    - `grads`: by path, of every trainable parameter of the unit; of a stack, whose loop has reduced them already, by
+      `stack_key`.
+    - `reduce`: whether they are summed over the devices.
 
-    Returns: the shards, each of shape `(S,)` and of the stored dtype, by group.
+    Returns: the shards, each of shape `(S,)`, or `(L, S)` in a stack, by group, in the reduce dtype; or without
+    reduction the buffers, `(G,)` or `(L, G)`.
     """
     buffers: dict[str, DBuffer] = {}
     for _, group in each_group([unit]):
-        if group.trainable:
+        if group.trainable and unit.stack:
+            buffers[group.name] = DBuffer(grads[stack_key(unit, group)], group.layout)
+        elif group.trainable:
             tensors = {name: grads[group.prefix + name] for name in group.layout.plan.slots}
-            shard = reduce_scatter(group.layout, tensors, reduce_dtype=group.reduce_dtype, shard_dtype=group.dtype)
-            buffers[group.name] = DBuffer(shard, group.layout)
+            packed = pack(group.layout.plan, tensors, group.reduce_dtype)
+            data = scatter_buffer(group.layout, packed, shard_dtype=group.reduce_dtype) if reduce else packed
+            buffers[group.name] = DBuffer(data, group.layout)
     return buffers
 
 

@@ -32,17 +32,17 @@ def draw_devices(plans: Sequence[GroupPlan], path: Path, title: str) -> None:
 
     Raises `ImportError` without matplotlib.
     """
-    pyplot = _pyplot()
+    plots = pyplot()
     num_shards = plans[0].num_shards
     rows = math.ceil(num_shards / _MOST_IN_A_ROW)
     across = min(num_shards, _MOST_IN_A_ROW)
-    colours = _colours(plans, pyplot)
+    colours = _colours(plans, plots)
     boxes: dict[str, list[Box]] = {family: [] for family in [*colours, "other", "padding"]}
     for family, box in _boxes(plans):
         boxes[family if family in boxes else "other"].append(box)
     legend_height = 0.2 * math.ceil(sum(bool(found) for found in boxes.values()) / 4) + 0.15
     height = 0.6 + 2.2 * rows + legend_height
-    figure, axes = pyplot.subplots(rows, 1, figsize=(12, height), squeeze=False)
+    figure, axes = plots.subplots(rows, 1, figsize=(12, height), squeeze=False)
     for row in range(rows):
         axis = axes[row][0]
         first = row * across
@@ -58,7 +58,7 @@ def draw_devices(plans: Sequence[GroupPlan], path: Path, title: str) -> None:
     figure.legend(*_legend(boxes, colours), loc="lower center", ncols=4, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, legend_height / height, 1, 1))
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    plots.close(figure)
 
 
 def draw_padding(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, title: str) -> None:
@@ -72,13 +72,13 @@ def draw_padding(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, 
 
     Raises `ImportError` without matplotlib.
     """
-    pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(9, 5.4))
+    plots = pyplot()
+    figure, axis = plots.subplots(figsize=(9, 5.4))
     for name, points in curves.items():
         axis.plot([n for n, _ in points], [100 * ratio for _, ratio in points], label=name, linewidth=1.2)
     axis.set_yscale("symlog", linthresh=1.0)
     axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(pyplot.FuncFormatter(lambda value, _: f"{value:g} %"))
+    axis.yaxis.set_major_formatter(plots.FuncFormatter(lambda value, _: f"{value:g} %"))
     axis.set_xlabel("shards")
     axis.set_ylabel("padding")
     axis.set_title(title)
@@ -86,10 +86,10 @@ def draw_padding(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, 
     axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    plots.close(figure)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     """Matplotlib's pyplot, drawing to files only."""
     try:
         matplotlib = importlib.import_module("matplotlib")

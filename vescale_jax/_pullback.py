@@ -10,19 +10,19 @@ kept, as without resharding. `jax.checkpoint` with a policy cannot say this: it 
 by what flows into it.
 """
 
-import functools
-import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.core
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
 from ._dots import untranspose
 from ._form import is_key
+from ._leaves import ArrayLeaves
+from ._origins import BATCH, FREED, KEY, NOTHING, handed_on, propagate
 
 Tensors = dict[str, jax.Array]
 """Parameters by path, whole, in the gathered dtype."""
@@ -96,86 +96,37 @@ def value_and_pullback(
     Returns: the loss; what else `fn` returned; for each array of that, whether it can differ from device to device; and
     the pullback.
     """
-    made: list[_Leaves] = []
+    made: list[ArrayLeaves] = []
 
     def forward(*operands: Any) -> tuple[Any, list[jax.Array]]:
         total, pull, aux = jax.vjp(lambda p: fn(p, *operands[1:]), operands[0], has_aux=True)
-        made.append(_Leaves.of(pull))
+        made.append(ArrayLeaves.of(pull))
         return (total, aux), made[-1].arrays(pull)
 
     operands = (params, frozen, rest, batch)
     closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*operands)
-    outputs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(operands))
+    leaves = jax.tree.leaves(operands)
+    outputs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
+    outputs = [x if i is None else leaves[i] for x, i in zip(outputs, handed_on(closed.jaxpr), strict=True)]
     results = jax.tree.structure(shapes[0])
     total, aux = jax.tree.unflatten(results, outputs[: results.num_leaves])
     residuals = outputs[results.num_leaves :]
 
     consts = tuple(closed.consts)
     jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
-    origins = [_NOTHING] * len(consts) + _origins(freed, operands)
-    found = _propagate(jaxpr, origins)
-    varies = jax.tree.unflatten(results, [bool(origin & (_BATCH | _KEY)) for origin in found[: results.num_leaves]])[1]
-    again = [bool(origin & _FREED) and not origin & _BATCH for origin in found[results.num_leaves :]]
+    origins = [NOTHING] * len(consts) + _origins(freed, operands)
+    found = propagate(jaxpr, origins)
+    varies = jax.tree.unflatten(results, [bool(origin & (BATCH | KEY)) for origin in found[: results.num_leaves]])[1]
+    again = [bool(origin & FREED) and not origin & BATCH for origin in found[results.num_leaves :]]
     recompute, used = partial_eval.dce_jaxpr(jaxpr, [False] * results.num_leaves + again)
     kept = tuple(None if free else value for value, free in zip(residuals, again, strict=True))
     return total, aux, varies, Pullback(kept, recompute, tuple(used), consts, made[-1].restore)
 
 
-@dataclass(frozen=True)
-class _Leaves:
-    """Which leaves of a pullback are arrays; others are static marks, such as of arguments it does not need."""
-
-    treedef: Any
-    marks: tuple[Any, ...]
-    is_array: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, pull: Any) -> "_Leaves":
-        leaves, treedef = jax.tree.flatten(pull)
-        is_array = tuple(isinstance(leaf, jax.Array) for leaf in leaves)
-        marks = tuple(None if array else leaf for leaf, array in zip(leaves, is_array, strict=True))
-        return cls(treedef, marks, is_array)
-
-    def arrays(self, pull: Any) -> list[jax.Array]:
-        return [leaf for leaf, array in zip(jax.tree.leaves(pull), self.is_array, strict=True) if array]
-
-    def restore(self, arrays: Sequence[Any]) -> Any:
-        values = iter(arrays)
-        leaves = [next(values) if array else mark for mark, array in zip(self.marks, self.is_array, strict=True)]
-        return jax.tree.unflatten(self.treedef, leaves)
-
-
-# What a value was computed from: bits, joined by or. Constants are made of nothing.
-_NOTHING, _FREED, _BATCH, _KEY = 0, 1, 2, 4
-
-
 def _origins(freed: Collection[str], operands: tuple[Tensors, Tensors, Any, Any]) -> list[int]:
     """The origin of every leaf. Kept parameters and the rest are alive anyway: they count as nothing."""
     params, frozen, rest, batch = operands
-    marked = [{path: _FREED if path in freed else _NOTHING for path in tensors} for tensors in (params, frozen)]
-    keys = jax.tree.map(lambda leaf: _KEY if is_key(leaf) else _NOTHING, rest)
-    tree = (*marked, keys, jax.tree.map(lambda _: _BATCH, batch))
+    marked = [{path: FREED if path in freed else NOTHING for path in tensors} for tensors in (params, frozen)]
+    keys = jax.tree.map(lambda leaf: KEY if is_key(leaf) else NOTHING, rest)
+    tree = (*marked, keys, jax.tree.map(lambda _: BATCH, batch))
     return jax.tree.leaves(tree)
-
-
-def _propagate(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
-    """The origin of every output of a computation."""
-    origin: dict[Var, int] = dict.fromkeys(jaxpr.constvars, _NOTHING)
-    origin.update(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(v: Any) -> int:
-        return _NOTHING if isinstance(v, Literal) else origin[v]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(v) for v in eqn.invars]
-        if set(operands) - {_NOTHING} and eqn.primitive.name in _CALLS:
-            # A jitted function may hand on both what it made of parameters and what it made of the batch.
-            results = _propagate(eqn.params["jaxpr"].jaxpr, operands)
-        else:
-            joined = functools.reduce(operator.or_, operands, _NOTHING)
-            results = [joined] * len(eqn.outvars)
-        origin.update(zip(eqn.outvars, results, strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
-_CALLS = frozenset(["jit", "pjit"])

@@ -32,26 +32,36 @@ def own_keys(rest: tuple[Any, ...], axis: str) -> tuple[Any, ...]:
 
 
 def changed_leaves(structure: Structure, before: tuple[Any, ...], after: tuple[Any, ...]) -> Changed:
-    """What of the rest a loss function changed, in the dtypes that it had.
+    """What of the rest a loss function may have changed, in the dtypes that it had.
 
-    Raises: `ValueError` for a random key that was replaced (devices would disagree on it) and for a change of shape.
+    Raises: `ValueError` for a change of shape.
     """
     changed: Changed = {}
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
         path = structure.form.rest_paths[i]
         if new is old:
             continue
-        if is_key(new):
-            raise ValueError(
-                f"loss_fn: {path}: got a random key that the model replaced; want keys that stay and a counter that "
-                "moves (nnx.Rngs does so); reseed between steps instead"
-            )
         if jnp.shape(new) != jnp.shape(old):
             raise ValueError(
                 f"loss_fn: {path}: got a new value of shape {jnp.shape(new)}; want the old shape {jnp.shape(old)}; "
                 "return what grows as aux"
             )
-        changed[i] = jnp.asarray(new).astype(old.dtype)
+        changed[i] = new if is_key(new) else jnp.asarray(new).astype(old.dtype)
+    return changed
+
+
+def really_changed(structure: Structure, before: tuple[Any, ...], changed: Changed) -> Changed:
+    """What is left of the changed leaves when those are dropped that are the old ones, handed on by a loop.
+
+    Raises: `ValueError` for a random key that was replaced: devices would disagree on it.
+    """
+    changed = {i: new for i, new in changed.items() if new is not before[i]}
+    for i, new in changed.items():
+        if is_key(new):
+            raise ValueError(
+                f"loss_fn: {structure.form.rest_paths[i]}: got a random key that the model replaced; want keys that "
+                "stay and a counter that moves (nnx.Rngs does so); reseed between steps instead"
+            )
     return changed
 
 

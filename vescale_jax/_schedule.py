@@ -7,15 +7,21 @@ XLA sees one large graph, in which every gather could run at once and every redu
 speed does about that, and all units are alive together. So gathers are made to wait. The gather of a unit depends, by
 an optimization barrier, on the reduced gradients of the unit gathered two before it: one unit is at work, one is on
 its way, and no gradient of a whole unit is put off.
+
+An activation checkpoint puts a barrier of its own before what it computes again, over parameters too; behind it XLA
+copies them out of their buffers. Here that barrier holds everything but the parameters.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Var
+from jax import lax
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+
+from ._origins import CHECKPOINTS
 
 
 def run_backward(
@@ -24,7 +30,7 @@ def run_backward(
     missing: Mapping[int, str],
     outputs: Sequence[str],
     unit_of: Mapping[str, str],
-    fetch: Callable[[str, Any], Mapping[str, jax.Array]],
+    fetch: Callable[[str, Any, Sequence[Any]], Mapping[str, jax.Array]],
     finish: Callable[[str, dict[str, jax.Array]], Any],
     start: Any,
 ) -> None:
@@ -37,8 +43,9 @@ def run_backward(
     - `missing`: inputs that are freed parameters, by position, with their paths.
     - `outputs`: the parameters' paths, one for each gradient.
     - `unit_of`: the unit of every parameter.
-    - `fetch`: gathers a unit once its second argument, any array, is there; returns at least the unit's freed
-      parameters.
+    - `fetch`: gathers a unit once its second argument, any array, is there; the third is what the backward pass has
+      left so far: the last unit's reduced gradients and those that are not reduced yet. Returns at least the unit's
+      freed parameters.
     - `finish`: takes the gradients of a unit, all of them; returns an array that is there when they are reduced.
     - `start`: an array that is there when the backward pass may begin.
     """
@@ -50,6 +57,8 @@ def run_backward(
     left = Counter(unit_of[path] for path in outputs)
     gathered: list[str] = []
     reduced: dict[str, Any] = {}
+    waiting: dict[str, Var] = {}
+    weights = set(freed)
     pending: list[JaxprEqn] = []
 
     def flush() -> None:
@@ -61,6 +70,8 @@ def run_backward(
         mine = {path: v for path, v in zip(outputs, jaxpr.outvars, strict=True) if unit_of[path] == unit}
         flush()
         reduced[unit] = finish(unit, {path: env[v] if isinstance(v, Var) else v.val for path, v in mine.items()})
+        for path in mine:
+            waiting.pop(path, None)
 
     for eqn in jaxpr.eqns:
         for v in eqn.invars:
@@ -68,13 +79,22 @@ def run_backward(
                 unit = unit_of[freed[v]]
                 flush()
                 earlier = (reduced[u] for u in reversed(gathered[:-1]) if u in reduced)
-                tensors = fetch(unit, next(earlier, start))
+                left_so_far = [start, *list(reduced.values())[-1:], *[env[w] for w in waiting.values()]]
+                tensors = fetch(unit, next(earlier, start), left_so_far)
                 gathered.append(unit)
                 env.update((w, tensors[path]) for w, path in freed.items() if path in tensors)
-        pending.append(eqn)
+        inputs_of = [v for v in eqn.invars if isinstance(v, Var)]
+        if inputs_of and weights.issuperset(inputs_of):
+            weights.update(v for v in eqn.outvars if not isinstance(v, DropVar))
+        if eqn.primitive.name in CHECKPOINTS and weights.intersection(inputs_of):
+            flush()
+            env.update(_again(eqn, env, weights))
+        else:
+            pending.append(eqn)
         for v in eqn.outvars:
             for path in paths_of.pop(v, ()):
                 unit = unit_of[path]
+                waiting[path] = v
                 left[unit] -= 1
                 if not left[unit]:
                     close(unit)
@@ -91,3 +111,15 @@ def _evaluate(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any]) ->
     needed = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in inner))
     piece = jaxpr.replace(constvars=[], invars=needed, eqns=list(eqns), outvars=made)
     return dict(zip(made, jax.core.eval_jaxpr(piece, (), *[env[v] for v in needed]), strict=True))
+
+
+def _again(eqn: JaxprEqn, env: Mapping[Var, Any], weights: Container[Var]) -> dict[Var, Any]:
+    """Runs a checkpoint's part of the backward pass behind a barrier over all that is no parameter."""
+    values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+    tied = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and v not in weights]
+    if eqn.params["prevent_cse"] and tied:
+        for i, x in zip(tied, lax.optimization_barrier([values[i] for i in tied]), strict=True):
+            values[i] = x
+    inner = eqn.params["jaxpr"]
+    results = jax.core.eval_jaxpr(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *values)
+    return {v: x for v, x in zip(eqn.outvars, results, strict=True) if not isinstance(v, DropVar)}

@@ -174,7 +174,7 @@ def shardings(tree: Any, replicated: NamedSharding) -> Any:
             return node.shardings(replicated)
         if not isinstance(node, DBuffer):
             return replicated
-        even = getattr(node.data, "shape", None) == (node.layout.buffer_size,)
+        even = getattr(node.data, "shape", None) == node.layout.buffer_shape
         return DBuffer(node.layout.sharding if even else replicated, node.layout)
 
     return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, DBuffer | BlockArrays))

@@ -3,6 +3,9 @@
 Comes in: a loss function of the user's model, an optax transformation. Goes out: one jitted step. The optimizer works
 on the flat buffers, one array a group: any element-wise optax transformation runs unchanged. It is traced over the
 whole buffers, so what it reduces over them (a global norm) is global; XLA cuts its element-wise work into shards.
+
+A step whose loss or gradient is not finite changes nothing but a count. Every device decides so alike and without
+asking the others, since loss and norm are sums over all of them.
 """
 
 import dataclasses
@@ -15,27 +18,32 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ._accumulation import Accumulation
 from ._batch import place
 from ._elementwise import check_elementwise
 from ._gradient import value_and_grad
 from ._sharded import Sharded, check_alive, check_sharded, is_abstract, shardings
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "model", "opt_state"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["step", "model", "opt_state", "skipped"], meta_fields=[]
+)
 @dataclass(frozen=True)
 class TrainState:
     """Everything that a step changes.
 
     Attributes:
 
-    - `step`: steps done, an int32 scalar.
+    - `step`: updates done, an int32 scalar.
     - `model`: the sharded model.
     - `opt_state`: the optimizer's state; what has the buffers' size is sharded as they are.
+    - `skipped`: steps that were skipped, an int32 scalar: `step + skipped` batches have been seen.
     """
 
     step: Any
     model: Sharded
     opt_state: Any
+    skipped: Any
 
 
 class Metrics(NamedTuple):
@@ -46,11 +54,13 @@ class Metrics(NamedTuple):
     - `loss`: the mean before the step.
     - `grad_norm`: of the whole gradient, before clipping.
     - `aux`: the loss function's metrics.
+    - `skipped`: whether the step was skipped, since `loss` or `grad_norm` is not finite: a bool scalar.
     """
 
     loss: jax.Array
     grad_norm: jax.Array
     aux: Any
+    skipped: jax.Array
 
 
 def train_state(model: Sharded, tx: Any) -> TrainState:
@@ -69,11 +79,13 @@ def train_state(model: Sharded, tx: Any) -> TrainState:
     shapes = jax.eval_shape(tx.init, model.params)
     targets = shardings(shapes, replicated)
     if is_abstract(model):
-        step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+        count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         described = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, targets)
-        return TrainState(step, model, described)
+        return TrainState(count, model, described, count)
     opt_state = jax.jit(tx.init, out_shardings=targets)(model.params)
-    return TrainState(jnp.zeros((), jnp.int32, device=replicated), model, opt_state)
+    # Two arrays: the step is given the memory of both.
+    step, skipped = (jnp.zeros((), jnp.int32, device=replicated) for _ in range(2))
+    return TrainState(step, model, opt_state, skipped)
 
 
 def train_step(
@@ -82,6 +94,8 @@ def train_step(
     *,
     has_aux: bool = False,
     max_norm: float | None = None,
+    skip_nonfinite: bool = True,
+    accumulation: Accumulation | None = None,
     replicate_batch: bool = False,
     donate: bool = True,
     compiler_options: Mapping[str, bool | int | str] | None = None,
@@ -90,10 +104,13 @@ def train_step(
 
     Arguments:
 
-    - `loss_fn`, `has_aux`, `replicate_batch`: see `value_and_grad`.
+    - `loss_fn`, `has_aux`, `accumulation`, `replicate_batch`: see `value_and_grad`.
     - `tx`: an element-wise optax transformation, or one of `vs.optimizers`, as given to `train_state`.
     - `max_norm`: the global norm above which gradients are scaled down to it. It costs no collective of its own;
       `optax.clip_by_global_norm` works as well.
+    - `skip_nonfinite`: whether a step whose loss or gradient norm is not finite is skipped: parameters, the optimizer's
+      state, counters and statistics stay bit for bit, on every device, and `TrainState.skipped` counts it. On, since
+      one such step would otherwise spoil all parameters for good; it costs no collective, and the metrics tell.
     - `donate`: whether the step may reuse the old state's memory, which is gone then.
     - `compiler_options`: for XLA, for this step alone, as `jax.jit` takes them.
 
@@ -104,7 +121,7 @@ def train_step(
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"train_step: max_norm: got {max_norm}; want a positive number; pass None for no clipping")
     _check_optimizer(tx, "train_step")
-    gradient = value_and_grad(loss_fn, has_aux=has_aux, replicate_batch=replicate_batch)
+    gradient = value_and_grad(loss_fn, has_aux=has_aux, replicate_batch=replicate_batch, accumulation=accumulation)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         grads: Any
@@ -115,10 +132,24 @@ def train_step(
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         updates, opt_state = tx.update(grads, state.opt_state, params)
         params = optax.apply_updates(params, updates)
-        new = TrainState(state.step + 1, dataclasses.replace(value.model, params=params), opt_state)
-        return new, Metrics(value.loss, value.grad_norm, value.aux)
+        new = TrainState(state.step + 1, dataclasses.replace(value.model, params=params), opt_state, state.skipped)
+        if not skip_nonfinite:
+            return new, Metrics(value.loss, value.grad_norm, value.aux, jnp.zeros((), bool))
+        finite = jnp.isfinite(value.loss) & jnp.isfinite(value.grad_norm)
+        return _choose(finite, new, state), Metrics(value.loss, value.grad_norm, value.aux, ~finite)
 
     return TrainStep(step, tx, replicate_batch, donate, dict(compiler_options or {}))
+
+
+def _choose(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
+    """The new state, or else the old one with one more step counted as skipped."""
+
+    # A choice element by element is fused into the update, which writes in place. A branch would hold back donation.
+    def one(new: Any, old: Any) -> Any:
+        return old if new is old else jnp.where(finite, new, old)
+
+    chosen = jax.tree.map(one, new, old)
+    return dataclasses.replace(chosen, skipped=old.skipped + (~finite).astype(jnp.int32))
 
 
 def _check_optimizer(tx: Any, what: str) -> None:

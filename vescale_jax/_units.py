@@ -26,6 +26,24 @@ UnitRule: TypeAlias = Sequence[str] | Callable[[str], str | None] | None
 pattern matches, the longest pattern first. A function: path to unit name, None for the root unit."""
 
 
+def stacked(paths: Sequence[str], stacks: Sequence[str], faults: Faults) -> dict[str, list[str]]:
+    """The units that are stacks of layers.
+
+    Arguments:
+
+    - `paths`: of all parameters.
+    - `stacks`: patterns; every path prefix that one matches is a stack.
+    - `faults`: takes what is wrong with the patterns.
+
+    Returns: unit names with their parameters' paths.
+    """
+    units: dict[str, list[str]] = defaultdict(list)
+    for path, owner in _prefixes(sorted(paths, key=natural), stacks, "stacks", faults).items():
+        if owner is not None:
+            units[owner].append(path)
+    return dict(units)
+
+
 def assign(paths: Mapping[str, int], rule: UnitRule, max_bytes: int | None, faults: Faults) -> dict[str, list[str]]:
     """Sorts parameters into units.
 
@@ -54,7 +72,7 @@ def assign(paths: Mapping[str, int], rule: UnitRule, max_bytes: int | None, faul
             change = f"compare it with paths such as {some}"
             faults.add("units", got="a function that returns None for every parameter", want=want, change=change)
     else:
-        owners = _prefixes(list(paths), rule, faults)
+        owners = _prefixes(list(paths), rule, "units", faults)
     units: dict[str, list[str]] = defaultdict(list)
     for path in sorted(paths, key=natural):
         units[owners[path] or ROOT].append(path)
@@ -63,6 +81,11 @@ def assign(paths: Mapping[str, int], rule: UnitRule, max_bytes: int | None, faul
             units = _split(units, paths, max_bytes)
         else:
             _refuse(units, paths, max_bytes, faults)
+    return in_order(units)
+
+
+def in_order(units: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Units in natural order, root first."""
     return {name: units[name] for name in sorted(units, key=lambda name: (name != ROOT, natural(name)))}
 
 
@@ -96,14 +119,15 @@ def _layers(paths: Sequence[str]) -> dict[str, str | None]:
     return owners
 
 
-def _prefixes(paths: Sequence[str], patterns: Sequence[str], faults: Faults) -> dict[str, str | None]:
+def _prefixes(paths: Sequence[str], patterns: Sequence[str], argument: str, faults: Faults) -> dict[str, str | None]:
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         want = "None, a sequence of patterns, or a function from path to unit name"
-        faults.add("units", got=repr(patterns), want=want, change="pass one of these")
+        want = want if argument == "units" else "a sequence of patterns"
+        faults.add(argument, got=repr(patterns), want=want, change="pass one of these")
         faults.raise_if_any(TypeError)
     if isinstance(patterns, str):
         faults.add(
-            "units", got=f"the string {patterns!r}", want="a sequence of patterns", change=f"pass ({patterns!r},)"
+            argument, got=f"the string {patterns!r}", want="a sequence of patterns", change=f"pass ({patterns!r},)"
         )
         patterns = (patterns,)
     owners: dict[str, str | None] = dict.fromkeys(paths)
@@ -118,7 +142,7 @@ def _prefixes(paths: Sequence[str], patterns: Sequence[str], faults: Faults) -> 
                 owners[path] = owners[path] or prefix
     for pattern in patterns:
         if pattern not in used:
-            nothing_matches(faults, "units", pattern, paths)
+            nothing_matches(faults, argument, pattern, paths)
     return owners
 
 

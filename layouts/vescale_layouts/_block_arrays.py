@@ -1,6 +1,7 @@
 """BlockArrays: what an optimizer keeps for every block, such as a scale, as a pytree node that knows its sharding.
 
-Shapes: N shards, B blocks of one shape on each: an array (N * B, ...) for each shape of blocks.
+Shapes: N shards, B blocks of one shape on each: an array (N * B, ...) for each shape of blocks; (L, N * B, ...) for a
+stack of L layers.
 
 Device k holds what belongs to its own blocks, in the order in which `LocalBlocks.split` returns them. Which block that
 is differs from mesh to mesh; `tensors` and `from_tensors` go by the logical tensor, for checkpoints and comparisons.
@@ -24,8 +25,8 @@ class BlockArrays:
 
     Arguments:
 
-    - `data`: for each of `view.batches` an array `(N * B, ...)`, or `(B, ...)` inside `BlockView.map`: device k holds
-      what belongs to its own blocks, in their order.
+    - `data`: for each of `view.batches` an array `(*stack, N * B, ...)`, or `(B, ...)` inside `BlockView.map`: device k
+      holds what belongs to its own blocks, in their order.
     - `view`: whose blocks; static.
     """
 
@@ -47,10 +48,10 @@ class BlockArrays:
         - `dtype`: of the arrays.
         - `shape`: of what one block has, by batch. None: a scalar.
         """
-        shards, sharding = view.layout.plan.num_shards, view.layout.sharding
+        stack, shards, sharding = view.layout.stack, view.layout.plan.num_shards, view.layout.sharding
         return cls(
             [
-                jnp.zeros((shards * batch.count, *(shape(batch) if shape else ())), dtype, device=sharding)
+                jnp.zeros((*stack, shards * batch.count, *(shape(batch) if shape else ())), dtype, device=sharding)
                 for batch in view.batches
             ],
             view,
@@ -63,35 +64,37 @@ class BlockArrays:
         Arguments:
 
         - `view`: whose blocks.
-        - `tensors`: an array `(matrices, blocks down, blocks across, ...)` for each tensor of the view, by name.
+        - `tensors`: an array `(*stack, matrices, blocks down, blocks across, ...)` for each tensor, by name.
         - `dtype`: of the result.
         """
         data: list[Any] = []
+        stack = view.layout.stack
         for batch in view.batches:
-            more = np.shape(tensors[batch.names[0]])[3:]
-            whole = np.zeros((view.layout.plan.num_shards * batch.count, *more), dtype)
+            more = np.shape(tensors[batch.names[0]])[len(stack) + 3 :]
+            whole = np.zeros((*stack, view.layout.plan.num_shards * batch.count, *more), dtype)
             for name in batch.names:
-                whole[view.index.order(name)[1]] = tensors[name]
+                whole[*[slice(None)] * len(stack), view.index.order(name)[1]] = tensors[name]
             data.append(jax.device_put(whole, view.layout.sharding))
         return cls(data, view)
 
     def tensors(self) -> dict[str, Any]:
-        """What belongs to the blocks of each tensor: `(matrices, blocks down, blocks across, ...)`, by name.
+        """What belongs to the blocks of each tensor: `(*stack, matrices, blocks down, blocks across, ...)`, by name.
 
         The same on every mesh and under every grouping; can be traced. Runs of elements are one row of blocks.
         """
         found: dict[str, Any] = {}
         for name, _ in self.view.blocks:
             number, where = self.view.index.order(name)
-            found[name] = self.data[number][where]
+            found[name] = self.data[number][*[slice(None)] * len(self.view.layout.stack), where]
         return found
 
     def shardings(self, replicated: Any) -> "BlockArrays":
         """The sharding of each array; `replicated` for what is no longer one row of blocks a device."""
-        plan, sharding = self.view.layout.plan, self.view.layout.sharding
+        layout = self.view.layout
+        dims, shards, sharding = len(layout.stack) + 1, layout.plan.num_shards, layout.sharding
         return BlockArrays(
             [
-                sharding if getattr(x, "shape", ())[:1] == (plan.num_shards * batch.count,) else replicated
+                sharding if getattr(x, "shape", ())[:dims] == (*layout.stack, shards * batch.count) else replicated
                 for x, batch in zip(self.data, self.view.batches, strict=True)
             ],
             self.view,

@@ -14,9 +14,11 @@ device has no block for; on the way back both are dropped. This is what veScale-
 from ranks that loop over their own blocks, for a compiler that runs one program on all devices.
 
 Shapes: N shards of S elements (1D), G = N * S; B blocks of r x c in a batch (3D). Runs of elements are 1 x n blocks.
+For a stack of layers, `map` goes through the layers, and a function sees one layer at a time.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from vescale_planner import Block
 
@@ -87,7 +89,7 @@ class BlockView:
         """What `split` returns: count, rows and cols of the blocks, and the tensors they are of."""
         return self.index.batches
 
-    def map(self, function: Callable[..., Any], *shards: Any, replicated: Any = ()) -> Any:
+    def map(self, function: Callable[..., Any], *shards: Any, replicated: Any = (), layers: int = 1) -> Any:
         """Runs a function on every device's own blocks, without communication.
 
         Arguments:
@@ -96,27 +98,92 @@ class BlockView:
           given; `local` is the device's `LocalBlocks`. It returns arrays, each of which is one device's part of the
           result along dim 0.
         - `shards`: pytrees of global arrays, cut evenly over the axis along dim 0: buffers `(G,)`, per-block arrays.
+          For a stack of layers they have its dims first, which the function does not see.
         - `replicated`: a pytree of arrays that every device gets whole, such as a learning rate.
+        - `layers`: of a stack, how many are worked on at a time; more need more temporary memory.
 
-        Returns: what the function returned, as global arrays.
+        Returns: what the function returned, as global arrays, with the dims of the stack first.
         """
-        tables = [batch.runs for batch in self.batches]
+        tables = self._tables()
 
         def on_device(runs: Any, shards: Any, replicated: Any) -> Any:
             local = LocalBlocks(self, tuple(table[0] for table in runs))
             more = {"replicated": replicated} if jax.tree.leaves(replicated) else {}
-            return function(local, *shards, **more)
+            if not stack:
+                return function(local, *shards, **more)
+            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(stack) :]), shards)
+            out = lax.map(
+                lambda layer: function(local, *layer, **more), flat, batch_size=layers if layers > 1 else None
+            )
+            return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), out)
 
-        cut, whole = PartitionSpec(self.layout.axis), PartitionSpec()
+        stack = self.layout.stack
+        cut, part, whole = PartitionSpec(self.layout.axis), self.layout.spec, PartitionSpec()
         mapped = jax.shard_map(
             on_device,
             mesh=self.layout.mesh,
-            in_specs=(cut, cut, whole),
-            out_specs=cut,
+            in_specs=(cut, part, whole),
+            out_specs=part,
             axis_names={self.layout.axis},
             check_vma=False,
         )
         return mapped(tables, shards, replicated)
+
+    def update(
+        self,
+        function: Callable[..., Any],
+        shards: Sequence[jax.Array],
+        of_blocks: Sequence[Any] = (),
+        *,
+        read: Sequence[jax.Array] = (),
+        replicated: Any = (),
+        chunk: int = 2**20,
+    ) -> tuple[tuple[jax.Array, ...], list[Any]]:
+        """`LocalBlocks.update` on every device, on global arrays; of a stack, one layer after the other, in place.
+
+        Arguments:
+
+        - `function`: called as `function(replicated, blocks, of_blocks)`; see `LocalBlocks.update`.
+        - `shards`, `read`: buffers `(*stack, G)`.
+        - `of_blocks`: for each of `batches` a pytree of arrays `(*stack, N * B, ...)`, as in `BlockArrays.data`.
+        - `replicated`: a pytree of arrays that every device gets whole, such as a learning rate.
+        - `chunk`: elements of blocks in a chunk, at most.
+
+        Returns: the new shards and the new `of_blocks`.
+        """
+        stack = self.layout.stack
+        tables = self._tables()
+
+        def on_device(runs: Any, written: Any, read: Any, replicated: Any) -> Any:
+            local = LocalBlocks(self, tuple(table[0] for table in runs))
+            one = functools.partial(function, replicated)
+            if not stack:
+                return local.update(one, *written, read=read, chunk=chunk)
+            written, read = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(stack) :]), (written, read))
+
+            def layer(i: Any, written: Any) -> Any:
+                now, seen = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), (written, read))
+                new = local.update(one, *now, read=seen, chunk=chunk)
+                return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), written, new)
+
+            written = lax.fori_loop(0, math.prod(stack), layer, written)
+            return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), written)
+
+        cut, part, whole = PartitionSpec(self.layout.axis), self.layout.spec, PartitionSpec()
+        mapped = jax.shard_map(
+            on_device,
+            mesh=self.layout.mesh,
+            in_specs=(cut, part, part, whole),
+            out_specs=part,
+            axis_names={self.layout.axis},
+            check_vma=False,
+        )
+        return mapped(tables, (tuple(shards), list(of_blocks) or [()] * len(tables)), tuple(read), replicated)
+
+    def _tables(self) -> list[jax.Array]:
+        """The tables of all shards, placed, as a mesh with explicit axes wants them."""
+        cut = NamedSharding(self.layout.mesh, PartitionSpec(self.layout.axis))
+        return [jax.device_put(batch.runs, cut) for batch in self.batches]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,19 +236,22 @@ class LocalBlocks:
         shards: Sequence[jax.Array],
         of_blocks: Sequence[Any] = (),
         *,
+        read: Sequence[jax.Array] = (),
         chunk: int = 2**20,
     ) -> tuple[tuple[jax.Array, ...], list[Any]]:
-        """Changes shards block by block, a chunk of blocks at a time, so that few temporary bytes are needed.
+        """Changes shards block by block, a chunk of blocks at a time, in place, so that few temporary bytes are needed.
 
         What `split`, a function and `join` would do, without whole batches.
 
         Arguments:
 
-        - `function`: called as `function(blocks, of_blocks)` with a tuple of `(n, rows, cols)`, one for each shard, and
-          with what the n blocks have. Returns the new blocks and what they have then. Blocks must not depend on each
-          other, and there may be absent ones among them.
+        - `function`: called as `function(blocks, of_blocks)` with a tuple of `(n, rows, cols)`, one for each of
+          `shards` and then of `read`, and with what the n blocks have. Returns the new blocks of `shards`, and what the
+          blocks have then: arrays of the same shapes and dtypes. Blocks must not depend on each other; some may be
+          absent, and some done already, of which the result is dropped.
         - `shards`: arrays `(S,)` that are read and written.
         - `of_blocks`: for each of `view.batches` a pytree of arrays `(B, ...)`, such as scales.
+        - `read`: arrays `(S,)` that are read only.
         - `chunk`: elements of blocks in a chunk, at most.
 
         Returns: the new shards, where elements in no block are as before, and the new `of_blocks`.
@@ -196,26 +266,25 @@ class LocalBlocks:
             chunks = -(-elements // min(chunk, max(elements // 8, _LEAST_CHUNK)))
             size = -(-batch.count // chunks)
 
-            def one(
-                state: Any, x: tuple[Any, Any], number: int = number, size: int = size
-            ) -> tuple[tuple[jax.Array, ...], Any]:
-                first, has = x
-                at = self._at(number, first * size, size)
-                new, has = function(tuple(_take(shard, at) for shard in state), has)
-                return tuple(_put(shard, at, blocks) for shard, blocks in zip(state, new, strict=True)), has
+            def one(i: Any, carry: Any, number: int = number, count: int = batch.count, size: int = size) -> Any:
+                state, all_have = carry
+                # The last chunk begins early enough to be a whole one; what others did already, it leaves alone.
+                first = jnp.minimum(i * size, count - size)
+                done = first + jnp.arange(size, dtype=jnp.int32) < i * size
+                at = self._at(number, first, size)
+                had = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size), all_have)
+                new, has = function(tuple(_take(shard, at) for shard in (*state, *read)), had)
+                at = jnp.where(done[:, None, None], self.view.layout.shard_size, at)
+                has = jax.tree.map(lambda x, y: jnp.where(done.reshape(-1, *[1] * (y.ndim - 1)), x, y), had, has)
+                all_have = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, first, 0), all_have, has)
+                return tuple(_put(shard, at, blocks) for shard, blocks in zip(state, new, strict=True)), all_have
 
             if chunks == 1:
-                state, has = one(state, (0, of_blocks[number]))
+                at = self._at(number, 0, batch.count)
+                new, has = function(tuple(_take(shard, at) for shard in (*state, *read)), of_blocks[number])
+                state = tuple(_put(shard, at, blocks) for shard, blocks in zip(state, new, strict=True))
             else:
-                room = chunks * size - batch.count
-                rows = jax.tree.map(
-                    lambda x, room=room, lead=(chunks, size): jnp.pad(x, ((0, room), *[(0, 0)] * (x.ndim - 1))).reshape(
-                        *lead, *x.shape[1:]
-                    ),
-                    of_blocks[number],
-                )
-                state, has = lax.scan(one, state, (jnp.arange(chunks, dtype=jnp.int32), rows))
-                has = jax.tree.map(lambda x, n=batch.count: x.reshape(-1, *x.shape[2:])[:n], has)
+                state, has = lax.fori_loop(0, chunks, one, (state, of_blocks[number]))
             found.append(has)
         return state, found
 

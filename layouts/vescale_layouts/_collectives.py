@@ -4,7 +4,8 @@ Shapes: N shards, S elements a shard, G = N * S elements gathered (1D); tensors 
 
 `gather` takes the local shard `(S,)` to the group's whole tensors: cast, one `all_gather`, static slices.
 `reduce_scatter` takes cotangents of the tensors back to `(S,)`: cast, one concatenate, one `psum_scatter`. Each is the
-other's transpose; both are called inside `jax.shard_map`, manual over the layout's axis.
+other's transpose; both are called inside `jax.shard_map`, manual over the layout's axis. `gather_buffer` and
+`scatter_buffer` are the collectives alone, for a loop that sends one layer's buffer while it works on another's.
 """
 
 import functools
@@ -77,7 +78,43 @@ def reduce_scatter(
 
     Returns: the local shard of the sum, of shape `(S,)`, zero in the padding.
     """
-    packed = pack(layout.plan, tensors, reduce_dtype)
+    return scatter_buffer(layout, pack(layout.plan, tensors, reduce_dtype), shard_dtype=shard_dtype)
+
+
+def gather_buffer(
+    layout: Layout, shard: jax.Array, *, gather_dtype: DTypeLike | None = None, again: bool = False
+) -> jax.Array:
+    """Gathers a group's buffer from the shards of all devices; `unpack` takes the tensors out.
+
+    Arguments:
+
+    - `layout`: of the group.
+    - `shard`: the local shard, of shape `(S,)`.
+    - `gather_dtype`, `again`: see `gather`.
+
+    Returns: the buffer, of shape `(G,)`.
+    """
+    if gather_dtype is not None and gather_dtype != shard.dtype:
+        # The barrier keeps the cast before the collective: XLA may otherwise move it behind and double the bytes.
+        shard = lax.optimization_barrier(shard.astype(gather_dtype))
+    if _alone(layout):
+        return shard
+    if again:
+        return lax.all_gather(shard, layout.axis, tiled=False).reshape(layout.buffer_size)
+    return lax.all_gather(shard, layout.axis, tiled=True)
+
+
+def scatter_buffer(layout: Layout, packed: jax.Array, *, shard_dtype: DTypeLike) -> jax.Array:
+    """Sums a packed buffer over the devices and leaves each device its shard.
+
+    Arguments:
+
+    - `layout`: of the group.
+    - `packed`: this device's buffer, of shape `(G,)`; summed in its own dtype.
+    - `shard_dtype`: of the result.
+
+    Returns: the local shard of the sum, of shape `(S,)`.
+    """
     if _alone(layout):
         return packed.astype(shard_dtype)
     return lax.psum_scatter(packed, layout.axis, tiled=True).astype(shard_dtype)
@@ -92,15 +129,7 @@ def _alone(layout: Layout) -> bool:
 def _gather(
     layout: Layout, shard: jax.Array, gather_dtype: jnp.dtype, reduce_dtype: jnp.dtype, again: bool
 ) -> dict[str, jax.Array]:
-    if gather_dtype != shard.dtype:
-        # The barrier keeps the cast before the collective: XLA may otherwise move it behind and double the bytes.
-        shard = lax.optimization_barrier(shard.astype(gather_dtype))
-    if _alone(layout):
-        buffer = shard
-    elif again:
-        buffer = lax.all_gather(shard, layout.axis, tiled=False).reshape(layout.buffer_size)
-    else:
-        buffer = lax.all_gather(shard, layout.axis, tiled=True)
+    buffer = gather_buffer(layout, shard, gather_dtype=gather_dtype, again=again)
     return unpack(layout.plan, buffer)
 
 

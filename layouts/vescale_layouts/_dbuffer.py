@@ -1,12 +1,15 @@
 """DBuffer: the flat array of one group as a pytree node.
 
-Shapes: N shards, S elements a shard, G = N * S elements of the buffer (1D).
+Shapes: N shards, S elements a shard, G = N * S elements of the buffer (1D). For a stack of L layers the buffer is
+(L, G), and tensors have the dims of the stack before their own.
 
 The one leaf is the flat array; the layout rides along as static data. Hence `jax.jit`, donation, `jax.tree.map`,
 `jax.eval_shape` and every element-wise optax transformation take a DBuffer for what it is: one array a group,
 however many tensors lie in it (veScale-FSDP, section 4.3: group-level operators).
 """
 
+import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,7 +32,8 @@ class DBuffer:
 
     Arguments:
 
-    - `data`: the array, of shape `(G,)`, or `(S,)` inside `shard_map`; what `jax.tree.map` makes of it otherwise.
+    - `data`: the array, of shape `layout.buffer_shape`, or `layout.local_shape` inside `shard_map`; what
+      `jax.tree.map` makes of it otherwise.
     - `layout`: where each tensor lies in it.
     """
 
@@ -42,12 +46,12 @@ class DBuffer:
     @classmethod
     def zeros(cls, layout: Layout, dtype: DTypeLike) -> "DBuffer":
         """A buffer of zeros, made shard by shard on the devices that hold it."""
-        return cls(jnp.zeros(layout.buffer_size, dtype, device=layout.sharding), layout)
+        return cls(jnp.zeros(layout.buffer_shape, dtype, device=layout.sharding), layout)
 
     @classmethod
     def abstract(cls, layout: Layout, dtype: DTypeLike) -> "DBuffer":
         """A buffer without values: shape, dtype and sharding only."""
-        return cls(jax.ShapeDtypeStruct((layout.buffer_size,), dtype, sharding=layout.sharding), layout)
+        return cls(jax.ShapeDtypeStruct(layout.buffer_shape, dtype, sharding=layout.sharding), layout)
 
     @classmethod
     def from_tensors(cls, layout: Layout, tensors: Mapping[str, Any], dtype: DTypeLike) -> "DBuffer":
@@ -56,7 +60,7 @@ class DBuffer:
         Arguments:
 
         - `layout`: where each tensor goes.
-        - `tensors`: one array for each slot, by name, of the slot's logical shape (ND).
+        - `tensors`: one array for each slot, by name, of the slot's logical shape (ND) behind the stack's dims.
         - `dtype`: of the buffer.
 
         Raises: `ValueError` that names every tensor which is missing or of another shape.
@@ -65,26 +69,34 @@ class DBuffer:
         faults = Faults("DBuffer.from_tensors")
         for name, slot in plan.slots.items():
             shape = tuple(np.shape(tensors[name])) if name in tensors else None
-            if shape != slot.shape:
+            if shape != (*layout.stack, *slot.shape):
                 got = "no tensor" if shape is None else f"shape {shape}"
-                faults.add(name, got=got, want=f"shape {slot.shape}", change="pass the tensors that were planned")
+                want = f"shape {(*layout.stack, *slot.shape)}"
+                faults.add(name, got=got, want=want, change="pass the tensors that were planned")
         faults.raise_if_any()
         dtype = jnp.dtype(dtype)
         host: dict[str, np.ndarray] = {}
 
         def shard(index: Any) -> np.ndarray:
-            out = np.zeros(plan.shard_size, dtype)
-            for piece in plan.pieces((index[0].start or 0) // max(plan.shard_size, 1)):
+            out = np.zeros((layers, plan.shard_size), dtype)
+            for piece in plan.pieces((index[-1].start or 0) // max(plan.shard_size, 1)):
                 if piece.name not in host:
-                    host[piece.name] = store(plan.slots[piece.name], np.asarray(tensors[piece.name]))
-                out[piece.offset : piece.offset + piece.stop - piece.start] = host[piece.name][piece.start : piece.stop]
-            return out
+                    slot = plan.slots[piece.name]
+                    tensor = np.asarray(tensors[piece.name]).reshape(layers, *slot.shape)
+                    host[piece.name] = np.stack([store(slot, layer) for layer in tensor])
+                run = host[piece.name][:, piece.start : piece.stop]
+                out[:, piece.offset : piece.offset + piece.stop - piece.start] = run
+            return out.reshape(layout.local_shape)
 
-        return cls(jax.make_array_from_callback((plan.buffer_size,), layout.sharding, shard), layout)
+        layers = math.prod(layout.stack)
+        return cls(jax.make_array_from_callback(layout.buffer_shape, layout.sharding, shard), layout)
 
     def tensors(self) -> dict[str, jax.Array]:
         """The logical tensors by name, in slot order, as slices of the whole buffer; can be traced."""
-        return unpack(self.layout.plan, self.data)
+        take = functools.partial(unpack, self.layout.plan)
+        for _ in self.layout.stack:
+            take = jax.vmap(take)
+        return take(self.data)
 
     def read(self) -> Iterator[tuple[str, np.ndarray]]:
         """The logical tensors on the host, one at a time, in slot order.
@@ -96,20 +108,23 @@ class DBuffer:
             data = jax.jit(lambda x: x, out_shardings=NamedSharding(self.layout.mesh, PartitionSpec()))(data)
         if data.is_fully_replicated:
             whole = np.asarray(data.addressable_data(0))
-            shards = [whole[k * plan.shard_size : (k + 1) * plan.shard_size] for k in range(plan.num_shards)]
+            shards = [whole[..., k * plan.shard_size : (k + 1) * plan.shard_size] for k in range(plan.num_shards)]
         else:
-            by_start = {s.index[0].start or 0: s.data for s in data.addressable_shards}
+            by_start = {s.index[-1].start or 0: s.data for s in data.addressable_shards}
             shards = [by_start[k * plan.shard_size] for k in range(plan.num_shards)]
         pieces: dict[str, list[np.ndarray]] = {name: [] for name in plan.slots}
         for k, shard in enumerate(shards):
             local: np.ndarray | None = None
             for piece in plan.pieces(k):
                 local = np.asarray(shard) if local is None else local
-                pieces[piece.name].append(local[piece.offset : piece.offset + piece.stop - piece.start])
+                pieces[piece.name].append(local[..., piece.offset : piece.offset + piece.stop - piece.start])
+        stack = self.layout.stack
         for name, slot in plan.slots.items():
             parts = pieces.pop(name)
-            flat = np.concatenate(parts) if parts else np.zeros(0, data.dtype)
-            yield name, load(slot, flat)
+            flat = np.concatenate(parts, axis=-1) if parts else np.zeros((*stack, 0), data.dtype)
+            rows = flat.reshape(math.prod(stack), flat.shape[-1])
+            layers = [load(slot, layer) for layer in rows] if stack else [load(slot, flat)]
+            yield name, np.stack(layers).reshape(*stack, *slot.shape) if stack else layers[0]
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Layout]:
         """One child, the array; the layout is static."""

@@ -3,6 +3,9 @@
 Comes in: a plan for N shards and a mesh with an axis of N devices. Goes out: the sharding of the buffer, the
 placement of every tensor, and the device and position of any logical element. A layout holds no array and is
 hashable, so it can ride in the static part of a pytree.
+
+Layers that are alike may be stacked: the plan is then that of one layer, and the buffer has a dim of layers before the
+flat one, (L, G), of which every device holds (L, S).
 """
 
 import functools
@@ -42,6 +45,7 @@ class Layout:
     - `plan`: order, slots and shard size of one group.
     - `mesh`: the devices.
     - `axis`: the mesh axis over which the buffer is cut; it has `plan.num_shards` devices.
+    - `stack`: numbers of layers, outermost first, if the buffer holds a stack of them; not cut.
 
     Raises: `ValueError` if the mesh has no such axis or another number of devices on it.
     """
@@ -49,6 +53,7 @@ class Layout:
     plan: GroupPlan
     mesh: Mesh
     axis: str
+    stack: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = dict(self.mesh.shape)
@@ -62,7 +67,7 @@ class Layout:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.plan, self.mesh, self.axis))
+        return hash((self.plan, self.mesh, self.axis, self.stack))
 
     def __hash__(self) -> int:
         return self._hash
@@ -73,16 +78,22 @@ class Layout:
             return True
         if not isinstance(other, Layout):
             return NotImplemented
-        return (self._hash, self.axis, self.mesh, self.plan) == (other._hash, other.axis, other.mesh, other.plan)
+        mine = (self._hash, self.axis, self.stack, self.mesh, self.plan)
+        return mine == (other._hash, other.axis, other.stack, other.mesh, other.plan)
+
+    @property
+    def layer(self) -> "Layout":
+        """The layout of one layer of the stack; of the group itself if it is none."""
+        return Layout(self.plan, self.mesh, self.axis) if self.stack else self
 
     @property
     def spec(self) -> PartitionSpec:
-        """The partition spec of the buffer (1D)."""
-        return PartitionSpec(self.axis)
+        """The partition spec of the buffer, and of everything with the stack's dims before one that is cut."""
+        return PartitionSpec(*[None] * len(self.stack), self.axis)
 
     @property
     def sharding(self) -> NamedSharding:
-        """The sharding of the buffer: an even cut, since the plan made all shards equal."""
+        """The sharding of the buffer: an even cut of its last dim, since the plan made all shards equal."""
         return NamedSharding(self.mesh, self.spec)
 
     @property
@@ -92,8 +103,18 @@ class Layout:
 
     @property
     def buffer_size(self) -> int:
-        """G = N * S, elements of the whole buffer."""
+        """G = N * S, elements of the whole buffer; of one layer of a stack."""
         return self.plan.buffer_size
+
+    @property
+    def buffer_shape(self) -> tuple[int, ...]:
+        """`(*stack, G)`."""
+        return (*self.stack, self.plan.buffer_size)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """`(*stack, S)`, what one device holds."""
+        return (*self.stack, self.plan.shard_size)
 
     @functools.cached_property
     def placements(self) -> Mapping[str, RaggedShard]:
@@ -123,7 +144,7 @@ class Layout:
     def __repr__(self) -> str:
         return (
             f"Layout({len(self.plan.slots)} tensors, {self.plan.num_shards} shards of {self.plan.shard_size} "
-            f"elements over {self.axis!r})"
+            f"elements over {self.axis!r}{f', stack {self.stack}' if self.stack else ''})"
         )
 
     def __str__(self) -> str:

@@ -66,3 +66,20 @@ def test_layers_are_a_list_and_widths_do_not_divide_by_eight(language_model):
 def test_an_odd_head_width_is_refused(language_model):
     with pytest.raises(ValueError, match=r"width 180 does not give 4 heads of an even width.* multiple of 8"):
         language_model.ModelConfig(heads=4)
+
+
+def test_stacked_layers_are_the_layers_one_after_the_other(language_model):
+    sizes = {"vocabulary": 19, "layers": 2, "width": 12, "heads": 2, "mlp_width": 21}
+    stacked = language_model.LanguageModel(language_model.ModelConfig(**sizes, stack=True), rngs=nnx.Rngs(0))
+    listed = language_model.LanguageModel(language_model.ModelConfig(**sizes), rngs=nnx.Rngs(1))
+    for name in ("embedding", "norm", "head"):
+        nnx.update(getattr(listed, name), nnx.state(getattr(stacked, name)))
+    layers = nnx.state(stacked.layers)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(layers)} == {2}
+    kernels = jax.tree.leaves(layers.attention.query.kernel)[0]
+    assert np.abs(kernels[0] - kernels[1]).max() > 1e-3  # each layer has random numbers of its own
+    for i, layer in enumerate(listed.layers):
+        nnx.update(layer, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
+    tokens = np.random.default_rng(0).integers(19, size=(2, 10)).astype(np.int32)
+    logits = nnx.jit(lambda model, tokens: model(tokens))
+    np.testing.assert_allclose(logits(stacked, tokens), logits(listed, tokens), rtol=1e-5, atol=1e-5)

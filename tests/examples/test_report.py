@@ -47,6 +47,28 @@ def test_result_table_names_every_model(report):
     assert "1.900" in console.file.getvalue()
 
 
+def test_optimizers_are_compared_with_the_first(report, example, tmp_path):
+    outcome = example("compare_optimizers").Outcome
+    outcomes = [outcome("adamw", [2.0, 4.0], {1: 5.0, 2: 3.0}, 8.0), outcome("muon", [2.7], {1: 4.0, 2: 2.7}, 4.5)]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(report.optimizer_table(outcomes))
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in console.file.getvalue().splitlines() if "│" in line
+    ]
+    assert rows == [["adamw", "3.0000", "+0.00%", "8.00"], ["muon", "2.7000", "-10.00%", "4.50"]]
+    report.save_optimizer_curves(tmp_path / "optimizers.png", outcomes)
+    assert (tmp_path / "optimizers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_of_a_resumed_run_begins_where_it_was(report):
+    console = Console(file=io.StringIO(), width=120)
+    with report.TrainingProgress(console, steps=20, tokens_per_step=100, done=15) as progress:
+        for loss in [2.5, float("nan"), 2.5, 2.5, 2.5]:  # one of them was skipped
+            progress.advance(loss)
+    lines = console.file.getvalue().splitlines()
+    assert lines[-1].startswith("step 20 of 20: 2.500 bits per byte, ")
+
+
 def test_a_sample_can_be_shown_whatever_its_bytes(report):
     assert report.printable(b"a\tb\n\x1b[31m\x00\xc3\xa9\xff") == "a\tb\n·[31m·é\ufffd"
 

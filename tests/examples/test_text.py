@@ -92,6 +92,19 @@ def test_an_epoch_predicts_every_byte_of_its_rows_once(text, rows):
         assert len(predicted) > len(tokens) - 3 * length
 
 
+def test_processes_take_rows_of_the_same_batches(text):
+    tokens = np.arange(1000) % 251
+    batches = text.TrainingBatches(tokens, rows=8, length=10)
+    chosen = np.array([2, 3, 7])
+    np.testing.assert_array_equal(batches.batch(30, chosen)["tokens"], batches.batch(30)["tokens"][chosen])
+    whole = list(text.held_out_batches(tokens, rows=8, length=10))
+    part = list(text.held_out_batches(tokens, rows=8, length=10, chosen=chosen))
+    assert len(part) == len(whole)
+    for ours, theirs in zip(part, whole, strict=True):
+        for name in ("tokens", "weights"):
+            np.testing.assert_array_equal(ours[name], theirs[name][chosen])
+
+
 def test_too_little_text_for_a_row_is_refused(text):
     with pytest.raises(ValueError, match=r"has 20 bytes, rows of 10 need at least 21"):
         text.TrainingBatches(np.zeros(20, np.uint8), rows=1, length=10)

@@ -297,3 +297,40 @@ def test_a_group_of_nothing(meshes):
     assert view.map(lambda local, x: local.join(local.split(x), x), DBuffer.zeros(layout, np.float32).data).shape == (
         0,
     )
+
+
+@pytest.mark.parametrize(("n", "chunk", "stack"), [(2, 100, ()), (3, 2**20, ()), (5, 150, (2,)), (3, 30, (2, 3))])
+def test_updates_in_place_go_through_chunks_and_layers(n, chunk, stack, meshes):
+    layout = Layout(plan_for(n), meshes[n], "fsdp", stack)
+    view = BlockView.of(layout)
+    rng = np.random.default_rng(0)
+    written, read = (
+        DBuffer.from_tensors(
+            layout, {k: rng.integers(1, 99, (*stack, *s.shape)) for k, s in layout.plan.slots.items()}, np.int32
+        )
+        for _ in range(2)
+    )
+    counts = BlockArrays.zeros(view, np.int32)
+
+    def step(weight, blocks, count):
+        x, y = blocks
+        # What is kept must change once for each block, however chunks overlap.
+        return (x + weight * y.max((1, 2), keepdims=True),), count + (y > 0).sum((1, 2), dtype=np.int32)
+
+    update = jax.jit(
+        lambda x, y, kept, w: view.update(step, (x,), kept, read=(y,), replicated=w, chunk=chunk), donate_argnums=(0, 2)
+    )
+    new, kept = written.data.copy(), counts.data
+    compiled = update.lower(new, read.data, kept, np.int32(3)).compile()
+    assert counting.collectives(compiled) == {}
+    for _ in range(2):
+        (new,), kept = compiled(new, read.data, tuple(kept), np.int32(3))
+    found, sizes = dict(DBuffer(new, layout).read()), BlockArrays(kept, view).tensors()
+    before, others = dict(written.read()), dict(read.read())
+    for name, block in view.blocks:
+        for layer in np.ndindex(*stack):
+            blocks = whole_blocks(others[name][layer], block)
+            flat, height, width = as_matrices(before[name][layer], block)
+            spread = blocks.max((3, 4)).repeat(height, 1).repeat(width, 2)[:, : flat.shape[1], : flat.shape[2]]
+            np.testing.assert_array_equal(found[name][layer], (flat + 6 * spread).reshape(before[name][layer].shape))
+            np.testing.assert_array_equal(sizes[name][layer], 2 * (blocks > 0).sum((3, 4)))

@@ -11,7 +11,8 @@ def collectives(compiled: Any) -> dict[str, int]:
     """How often each collective stands in the compiled text; what does not occur is left out."""
     # An instruction is `%name = type opcode(`; on accelerators the opcode may end in -start.
     pattern = rf"= [^=]*? ({'|'.join(COLLECTIVES)})(?:-start)?\("
-    return dict(Counter(re.findall(pattern, compiled.as_text())))
+    # The types of long tuples hold comments such as /*index=5*/.
+    return dict(Counter(re.findall(pattern, re.sub(r"/\*.*?\*/", "", compiled.as_text()))))
 
 
 def wire_dtypes(lowered: Any, operation: str) -> list[str]:

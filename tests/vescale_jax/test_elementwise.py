@@ -73,8 +73,8 @@ def test_the_message_names_the_parameters(mesh):
     assert str(raised.value) == (
         "train_state: 1 fault\n"
         "  layers/0/w: got an optimizer that treats it differently from its buffer (such as a mask by rank or by "
-        "name); want one that treats all parameters of a buffer alike, element by element; choose another one, or "
-        "another mask"
+        "name); want one that treats all parameters of a buffer alike, element by element; run it on the parameters: "
+        "tx = vs.optimizers.per_parameter(tx, model)"
     )
 
 

@@ -36,7 +36,7 @@ def backward(names: list[str]) -> tuple[list[tuple[str, str, Any]], dict[str, ja
     events: list[tuple[str, str, Any]] = []
     found: dict[str, jax.Array] = {}
 
-    def fetch(unit: str, after: str) -> dict[str, jax.Array]:
+    def fetch(unit: str, after: str, left_so_far: object) -> dict[str, jax.Array]:
         events.append(("gather", unit, after))
         return {unit: params[unit]}
 

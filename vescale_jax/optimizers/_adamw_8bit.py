@@ -152,7 +152,7 @@ def adamw_8bit(
         buffers, moments = tree.flatten_up_to(params), tree.flatten_up_to(state.moments)
         steps = [_direction(settings, count, g, m) for g, m in zip(grads, moments, strict=True)]
         new = [
-            DBuffer(_scaled(direction, p.data, rate, weight_decay), p.layout)
+            DBuffer(scaled(direction, p.data, rate, weight_decay), p.layout)
             for (direction, _), p in zip(steps, buffers, strict=True)
         ]
         return tree.unflatten(new), AdamW8bitState(count, tree.unflatten([moments for _, moments in steps]))
@@ -243,16 +243,16 @@ def _keep(settings: Settings, corrections: Any, blocks: Any, moments: Any) -> An
 
 def _adam(settings: Settings, g: Any, m: Any, r: Any, gain: Any, eps: Any) -> Any:
     """One step on float32 blocks: the direction and the new moments."""
-    m = _rounded(settings.b1 * m) + _rounded((1 - settings.b1) * g)
+    m = rounded(settings.b1 * m) + rounded((1 - settings.b1) * g)
     # Scaled by the larger of the two, so that no square is too large or too small for float32.
     size = jnp.maximum(r, jnp.abs(g))
     unit = jnp.where(size == 0, jnp.ones_like(size), size)
-    squares = _rounded(settings.b2 * jnp.square(r / unit)) + _rounded((1 - settings.b2) * jnp.square(g / unit))
-    r = _rounded(size * jnp.sqrt(squares))
-    return _rounded(gain * (m / (r + eps))), m, r
+    squares = rounded(settings.b2 * jnp.square(r / unit)) + rounded((1 - settings.b2) * jnp.square(g / unit))
+    r = rounded(size * jnp.sqrt(squares))
+    return rounded(gain * (m / (r + eps))), m, r
 
 
-def _rounded(product: Any) -> Any:
+def rounded(product: Any) -> Any:
     """A product, rounded to float32 before anything is added to it.
 
     Compilers may otherwise fuse the two into one operation with one rounding, in some programs and not in others, and
@@ -263,10 +263,11 @@ def _rounded(product: Any) -> Any:
     return jnp.clip(product, -largest, largest)
 
 
-def _scaled(direction: jax.Array, params: jax.Array, rate: jax.Array, weight_decay: float) -> jax.Array:
+def scaled(direction: jax.Array, params: jax.Array, rate: jax.Array, weight_decay: float) -> jax.Array:
+    """The update `-rate (direction + weight_decay params)`, in the dtype of the parameters."""
     if weight_decay:
-        direction = direction + _rounded(weight_decay * params.astype(jnp.float32))
-    return _rounded(-rate * direction).astype(params.dtype)
+        direction = direction + rounded(weight_decay * params.astype(jnp.float32))
+    return rounded(-rate * direction).astype(params.dtype)
 
 
 def _check(b1: float, b2: float, eps: float, block_size: Any, code: str, min_size: Any, chunk: Any) -> None:

@@ -1,0 +1,106 @@
+"""Inverse roots: right for good and for hopeless matrices, whatever else is in the batch."""
+
+import functools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+
+from vescale_jax.optimizers import inverse_root
+from vescale_jax.optimizers._roots import eigenvectors, norm, product
+
+N, K = 5, 12
+
+
+@functools.cache
+def jitted(root: int, epsilon: float, method: Any) -> Any:
+    return jax.jit(functools.partial(inverse_root, root=root, epsilon=epsilon, method=method))
+
+
+def matrices(seed: int, spectra: np.ndarray, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices (n, K, K) with these eigenvalues, of which so many rows exist; and which those are."""
+    rng = np.random.default_rng(seed)
+    out = np.zeros((len(rows), K, K))
+    for x, values, count in zip(out, spectra, rows, strict=True):
+        q = np.linalg.qr(rng.normal(size=(count, count)))[0] if count else np.zeros((0, 0))
+        x[:count, :count] = (q * values[:count]) @ q.T
+    return out.astype(np.float32), np.arange(K) < np.array(rows)[:, None]
+
+
+def reference(x: np.ndarray, real: np.ndarray, root: int, epsilon: float) -> np.ndarray:
+    out = np.zeros(x.shape)
+    for i, count in enumerate(real.sum(1)):
+        values, vectors = np.linalg.eigh(x[i, :count, :count].astype(np.float64))
+        if count and values[-1] > 0:
+            powers = (np.maximum(values, 0) + epsilon * values[-1]) ** (-1 / root)
+            out[i, :count, :count] = (vectors * powers) @ vectors.T
+    return out
+
+
+@pytest.mark.parametrize("method", ["eigh", "newton"])
+@pytest.mark.parametrize(("root", "epsilon"), [(1, 1e-2), (2, 1e-3), (4, 1e-6), (8, 1e-4)])
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(
+    seed=st.integers(0, 99),
+    decades=st.lists(st.floats(0, 12), min_size=N, max_size=N),
+    rows=st.lists(st.integers(0, K), min_size=N, max_size=N),
+    zeros=st.integers(0, K),
+)
+def test_roots_are_those_of_float64(
+    method: Any, root: int, epsilon: float, seed: int, decades: list[float], rows: list[int], zeros: int
+) -> None:
+    # The worst matrices are singular: what counts then is epsilon, down to which float32 has to be right.
+    spectra = np.stack([np.geomspace(1, 10.0**-d, K) for d in decades])
+    spectra[0, max(zeros, 1) :] = 0
+    x, real = matrices(seed, spectra, rows)
+    found = np.asarray(jitted(root, epsilon, method)(x, real))
+    wanted = reference(x, real, root, epsilon)
+    size = np.maximum(np.abs(wanted).max((1, 2), keepdims=True), 1e-30)
+    # The rounding of the largest eigenvalue, as the smallest one feels it.
+    assert np.max(np.abs(found - wanted) / size) < 1e-6 / epsilon / root + 1e-5
+    both = real[:, :, None] & real[:, None, :]
+    assert np.all(found[~both] == 0)
+
+
+@pytest.mark.parametrize("method", ["eigh", "newton"])
+def test_a_matrix_has_the_same_root_in_any_company(method: Any) -> None:
+    x, real = matrices(0, np.stack([np.geomspace(1, 10.0**-d, K) for d in range(N)]), [K, K - 5, 0, K, 1])
+    root = jitted(4, 1e-6, method)
+    whole = np.asarray(root(x, real))
+    for some in ([0], [4, 1], [2, 3, 0]):
+        np.testing.assert_array_equal(root(x[some], real[some]), whole[some])
+
+
+def test_what_does_not_exist_is_not_mixed_with_rows_that_have_no_gradient_yet() -> None:
+    x, real = matrices(0, np.ones((1, K)), [9])
+    x[0, 5:, :] = x[0, :, 5:] = 0
+    values, vectors = map(np.asarray, jax.jit(eigenvectors)(x, real))
+    assert np.all(np.diff(values) >= 0)
+    assert np.all(values[0, :3] < 0)
+    assert np.all(values[0, 3:] >= -1e-6)
+    np.testing.assert_array_equal(vectors[0, :9, :3], 0)
+    np.testing.assert_allclose(vectors[0].T @ vectors[0], np.eye(K), atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-35, 1e-30, 1.0, 1e30, 1e34])
+def test_norms_do_not_overflow_or_depend_on_the_batch(scale: float) -> None:
+    x = np.random.default_rng(0).normal(size=(20, 16, 24)).astype(np.float32) * np.float32(scale)
+    x[3], x[4] = 0, 0
+    x[4, 2, 2] = scale
+    found = np.asarray(jax.jit(norm)(x))
+    np.testing.assert_allclose(found, np.linalg.norm(x.astype(np.float64), axis=(1, 2)), rtol=1e-6)
+    for n in (1, 2, 7, 15):
+        np.testing.assert_array_equal(jax.jit(norm)(x[:n]), found[:n])
+
+
+def test_products_do_not_depend_on_the_batch() -> None:
+    x, y = np.random.default_rng(0).normal(size=(2, 20, 32, 32)).astype(np.float32)
+    for over, wanted in (((2, 1), x @ y), ((2, 2), x @ y.swapaxes(1, 2)), ((1, 1), x.swapaxes(1, 2) @ y)):
+        step = jax.jit(functools.partial(product, over=over))
+        whole = np.asarray(step(x, y))
+        np.testing.assert_allclose(whole, wanted, rtol=1e-4, atol=1e-4)
+        for n in (1, 2, 5, 13):
+            np.testing.assert_array_equal(step(x[:n], y[:n]), whole[:n])

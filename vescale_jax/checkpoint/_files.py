@@ -1,0 +1,106 @@
+"""Files: small ones, written whole, hashed and forced to the disk; and what a checkpoint's folder has to hold.
+
+Comes in: text, arrays, paths. Goes out: files, or errors that name them.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._dtypes import as_stored
+from ._errors import Damaged
+
+MANIFEST, FILES, VALUES, COMPLETE = "manifest.json", "files.json", "arrays.npz", "COMPLETE"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Says of an `OSError` which file could not be written, and what may help."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(
+            error.errno,
+            f"checkpoint: {path}: got {reason!r}; want room and permission to write there; free space or choose another "
+            "folder; complete checkpoints are untouched",
+        ) from error
+
+
+def write_text(path: Path, text: str) -> str:
+    """Writes a file and forces it to the disk; returns its SHA-256."""
+    data = text.encode()
+    with writing(path), path.open("wb") as file:
+        file.write(data)
+        _sync(file)
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays, of any dtype, as one uncompressed `.npz`."""
+    with writing(path), path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **{name: as_stored(array) for name, array in arrays.items()})
+        _sync(file)
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Reads what `write_arrays` wrote, in the dtypes on disk.
+
+    Raises: `Damaged`; every member has a checksum.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise Damaged.file(path, f"a file that cannot be read ({error})", "the arrays that were written") from error
+
+
+def hash_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_folder(path: Path) -> None:
+    """Forces the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_marked(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The manifest's text and the table of files, both checked against the marker of completeness.
+
+    Raises: `Damaged` if one of the three is missing or has changed.
+    """
+    try:
+        marker = json.loads((folder / COMPLETE).read_text())
+    except FileNotFoundError:
+        raise Damaged.file(folder / COMPLETE, "no such file", "the marker that is written last") from None
+    except (OSError, ValueError) as error:
+        raise Damaged.file(folder / COMPLETE, f"a file that cannot be read ({error})", "the marker") from error
+    found: list[str] = []
+    for name in (MANIFEST, FILES):
+        path = folder / name
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise Damaged.file(path, error.strerror or str(error), "the file that was written") from None
+        if not isinstance(marker, dict) or hashlib.sha256(data).hexdigest() != marker.get(name):
+            raise Damaged.file(path, "other text than was written", f"the text whose hash is in {COMPLETE}")
+        found.append(data.decode())
+    return found[0], json.loads(found[1])
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,133 @@
+"""Writing: a snapshot into a folder, this process's part of it, and the marker that completes it.
+
+Comes in: a snapshot. Goes out: files, forced to the disk. All processes write into one folder that is not yet named as
+a checkpoint; when all have, process 0 writes the manifest, the table of files and the marker, and gives the folder its
+name. So a checkpoint is there whole or not at all.
+"""
+
+import json
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._dtypes import as_stored
+from ._files import COMPLETE, FILES, MANIFEST, VALUES, hash_of, sync_folder, write_arrays, write_text
+from ._processes import Event
+from ._snapshot import Snapshot
+from ._store import create, file_of, fingerprint
+
+# Bytes on their way to the disk at any time.
+_IN_FLIGHT = 2**29
+
+
+def write(snapshot: Snapshot, folder: Path, event: Event, name: Callable[[], None]) -> None:
+    """Writes a checkpoint; every process has to call it.
+
+    Arguments:
+
+    - `snapshot`: this process's.
+    - `folder`: under its unfinished name; exists.
+    - `event`: to tell the other processes.
+    - `name`: gives the folder its final name; called in process 0 when everything is on the disk.
+
+    Raises: `OSError` if this process could not write, `RuntimeError` if another one could not, `TimeoutError` if one
+    does not answer.
+    """
+    error: Exception | None = None
+    try:
+        files = _write_part(snapshot, folder, event.index)
+        write_text(folder / f"part-{event.index}.json", json.dumps(files))
+    except Exception as mistake:
+        error = mistake
+    failed = event.agree("written", error)
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError("checkpoint: " + "; ".join(f"process {k}: {text}" for k, text in failed.items()))
+
+    def finish() -> None:
+        files: dict[str, Any] = {}
+        for k in range(event.count):
+            part = folder / f"part-{k}.json"
+            files |= json.loads(part.read_text())
+            part.unlink()
+        table = json.dumps(dict(sorted(files.items())), indent=0) + "\n"
+        hashes = {MANIFEST: write_text(folder / MANIFEST, snapshot.manifest.text())}
+        hashes[FILES] = write_text(folder / FILES, table)
+        sync_folder(folder)
+        write_text(folder / COMPLETE, json.dumps(hashes, indent=1))
+        sync_folder(folder)
+        name()
+
+    event.decide("finished", finish)
+
+
+def _write_part(snapshot: Snapshot, folder: Path, process: int) -> dict[str, list[Any]]:
+    """Writes what this process holds; returns the size and hash of each file, by path within the folder."""
+    first = process == 0
+    files: dict[str, list[Any]] = {}
+    if first:
+        write_arrays(folder / VALUES, snapshot.values)
+        files[VALUES] = [(folder / VALUES).stat().st_size, hash_of(folder / VALUES)]
+    stored, shapes = snapshot.manifest.stored, snapshot.shapes
+    mine = {i for i, _, _ in snapshot.shards}
+    stores = {
+        i: create(folder / item.array, shape, first=first)
+        for i, (item, shape) in enumerate(zip(stored, shapes, strict=True))
+        if not shape.empty and (first or i in mine)
+    }
+    for i, store in stores.items():
+        with _described(folder / stored[i].array):
+            stores[i] = store.result()
+    pending: deque[tuple[int, int, np.ndarray, Any]] = deque()
+    room = _IN_FLIGHT
+
+    def settle() -> int:
+        i, k, data, written = pending.popleft()
+        path = folder / stored[i].array / file_of(k)
+        with _described(path):
+            written.result()
+        files[f"{stored[i].array}/{path.name}"] = [path.stat().st_size, fingerprint(path, shapes[i])]
+        return data.nbytes
+
+    while snapshot.shards:
+        i, k, data = snapshot.shards.pop(0)
+        part = as_stored(np.asarray(data)).reshape(shapes[i].layers, shapes[i].width)
+        while pending and room < part.nbytes:
+            room += settle()
+        written = stores[i][:, k, :].write(part, can_reference_source_data_indefinitely=True)
+        pending.append((i, k, part, written))
+        room -= part.nbytes
+    while pending:
+        settle()
+    for i in stores:
+        if (folder / stored[i].array).is_dir():
+            sync_folder(folder / stored[i].array)
+    if first:
+        if stores:
+            sync_folder(folder / "arrays")
+        for i in stores:
+            path = folder / stored[i].array / "zarr.json"
+            files[f"{stored[i].array}/zarr.json"] = [path.stat().st_size, hash_of(path)]
+    return files
+
+
+class _described:  # noqa: N801 (a context manager, used as a function)
+    """Turns tensorstore's errors into an `OSError` that says which file could not be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, ValueError | OSError | RuntimeError):
+            reason = str(error).split(" [source locations", 1)[0].split(" [tensorstore_spec", 1)[0]
+            raise OSError(
+                f"checkpoint: {self.path}: could not be written: {reason}; want room and permission to write there; "
+                "free space or choose another folder; complete checkpoints are untouched"
+            ) from error
