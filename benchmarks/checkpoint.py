@@ -8,8 +8,8 @@ machine and in one process; folders are under `--folder`, whose disk is part of 
 - `throughput`: `save` and `restore` of this library and of `orbax.checkpoint.PyTreeCheckpointer`, with orbax's own
   settings, given exactly the same arrays (the flat buffers). Both force their files to the disk. They alternate, and
   ratios are medians of paired ratios, orbax's seconds over ours: above 1, ours is faster.
-- `memory`: in a process of its own, a checkpoint of 8 devices is restored on 5, once with all tensors row-major and once
-  out of tiles into row-major. On CPU devices the restored state lies in host memory itself; what the peak of the
+- `memory`: in a process of its own, a checkpoint of 8 devices is restored on 5, once with all tensors row-major and
+  once out of tiles into row-major. On CPU devices the restored state lies in host memory itself; what the peak of the
   resident memory has beyond that is given in units of the largest unit.
 - `pause`: seconds that `Checkpointer.save` takes until training may go on, over those of `save(wait=True)`; medians of
   alternating saves.

@@ -25,6 +25,7 @@ from ._forms import builder, check_model, split_model
 from ._groups import Storage, Treatment, Unit, each_group, gathered_dtype, make_groups, stored_dtype
 from ._init import Recipe, fill
 from ._policy import MixedPrecisionPolicy
+from ._rolled_form import RolledForm, roll
 from ._rules import Rule, resolve
 from ._sharded import Buffers, Sharded, Structure, copied
 from ._units import UnitRule, assign, in_order, stacked
@@ -38,6 +39,7 @@ def fully_shard(
     axis: str | None = None,
     units: UnitRule = None,
     stacks: Sequence[str] = (),
+    rolled: Sequence[str] = (),
     prefetch: int | None = None,
     max_unit_bytes: int | None = 2**30,
     blocks: Rule[Block] = Elements(1),
@@ -67,6 +69,9 @@ def fully_shard(
     - `stacks`: patterns such as `("layers",)` for what the model scans over (`nnx.scan`, linen's `nn.scan`,
       `jax.lax.scan`): parameters below such a path have layers on dim 0. Each layer is gathered by itself, inside the
       scan. Blocks are those of one layer.
+    - `rolled`: patterns such as `("layers",)` for lists of equal layers, `layers/0/...`, that are to be kept and run as
+      a stack: parameters then are called `layers/...`. The model keeps its list; what it computes with equal layers one
+      after the other becomes a loop.
     - `prefetch`: of a stack, how many layers are gathered ahead of the one that computes, 0 or 1. None: 1, but 0 on
       CPU devices, where nothing runs beside the computation.
     - `max_unit_bytes`: cap on the gathered bytes of a unit; without `units`, larger ones are split, and big tables get
@@ -94,6 +99,10 @@ def fully_shard(
     build = builder(model, params, streams)
     traced = _trace(build, mesh) if build else None
     parts, form = (traced[0], traced[1]) if traced else split_model(model, params, streams)
+    outputs = list(parts.params)
+    parts, form, lists = roll(parts, form, rolled, Faults("fully_shard"))
+    if isinstance(stacks, Sequence) and not isinstance(stacks, str):
+        stacks = (*stacks, *lists)
     asked = _Asked(units, stacks, prefetch, max_unit_bytes, blocks, storage, trainable, reshard_after_forward)
     planned = _plan_units(parts, asked, mesh, axis, policy)
     structure = Structure(form=form, units=planned, mesh=mesh, axis=axis, policy=policy)
@@ -101,7 +110,7 @@ def fully_shard(
         return _abstract(structure, parts)
     if not traced:
         _check_values(parts)
-    return _build(structure, parts, traced[2]) if traced else _load(structure, parts)
+    return _build(structure, parts, traced[2], outputs) if traced else _load(structure, parts)
 
 
 def _axis(mesh: Mesh, axis: str | None) -> str:
@@ -186,7 +195,12 @@ def _plan_units(parts: Parts, asked: _Asked, mesh: Mesh, axis: str, policy: Mixe
     block_of = resolve(asked.blocks, shapes, argument="blocks", default=Elements(1), faults=faults)
     trains = resolve(asked.trainable, shapes, argument="trainable", default=True, faults=faults)
     others = {path: size for path, size in nbytes.items() if path not in layers}
-    members = assign(others, asked.units, asked.max_unit_bytes, faults) if others or not layers else {}
+    assigned = others or not layers or asked.units
+    members = assign(others, asked.units, asked.max_unit_bytes, faults) if assigned else {}
+    for name in sorted(members.keys() & lengths.keys()):
+        got = f"the name of a stack, for parameters outside of it: {', '.join(members[name][:3])}"
+        faults.add(f"unit {name}", got=got, want="another name", change="name the unit otherwise, by units=...")
+        faults.raise_if_any()
     for path, unit in layers.items():
         members.setdefault(unit, []).append(path)
     members = in_order(members)
@@ -284,13 +298,15 @@ def _load(structure: Structure, parts: Parts) -> Sharded:
     return _sharded(structure, made, tuple(copied(leaf, structure.replicated) for leaf in parts.rest))
 
 
-def _build(structure: Structure, parts: Parts, closed: Any) -> Sharded:
-    """Fills the buffers from the traced computation, group by group."""
+def _build(structure: Structure, parts: Parts, closed: Any, outputs: Sequence[str]) -> Sharded:
+    """Fills the buffers from the traced computation, whose first outputs have the given paths, group by group."""
     with jax.set_mesh(structure.mesh):
         recipe = Recipe.from_jaxpr(closed)
-        index = {path: i for i, path in enumerate(parts.params)}
+        index: dict[str, Any] = {path: i for i, path in enumerate(outputs)}
+        if isinstance(structure.form, RolledForm):
+            index |= {path: tuple(index[layer] for layer in layers) for path, layers in structure.form.rows}
         groups = [group for _, group in each_group(structure.units)]
         made = fill(recipe, groups, index)
-        others = recipe.slice(range(len(index), len(index) + len(parts.rest)))
+        others = recipe.slice(range(len(outputs), len(outputs) + len(parts.rest)))
         rest = jax.jit(lambda *values: tuple(others(*values)), out_shardings=structure.replicated)(*others.values)
     return _sharded(structure, made, rest)

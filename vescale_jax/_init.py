@@ -6,12 +6,13 @@ The computation is traced once. What is tiny in it (random keys, counters) is co
 takes the equations its own tensors need. Every device computes the group's tensors whole and keeps its own shard: the
 program is the same on every mesh, and so are the bits, whatever the random number generator. Memory peaks at one group.
 Identical layers differ only in their keys, which are inputs of the program: they are compiled once. A stack of layers
-goes parameter by parameter, all layers of one at a time, since they are computed together.
+goes parameter by parameter, all layers of one at a time, since they are computed together; a list of layers that is
+kept as a stack goes layer by layer.
 """
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,10 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
-from vescale_layouts import DBuffer, pack, store
+from vescale_layouts import DBuffer, Layout, pack, store
 
 from ._groups import Group
+from ._signature import signature
 
 # Elements up to which an intermediate value counts as tiny: keys, counters, scales.
 _TINY = 64
@@ -108,17 +110,18 @@ class Slice:
     @property
     def signature(self) -> Any:
         """Equal for two slices that compute the same function of their inputs."""
-        return _signature(self.jaxpr)
+        return signature(self.jaxpr)
 
 
-def fill(recipe: Recipe, groups: Sequence[Group], index: Mapping[str, int]) -> list[DBuffer]:
+def fill(recipe: Recipe, groups: Sequence[Group], index: Mapping[str, int | tuple[int, ...]]) -> list[DBuffer]:
     """Makes the buffers of groups, one after the other.
 
     Arguments:
 
     - `recipe`: the computation of the whole model.
     - `groups`: which ones.
-    - `index`: of every parameter's output in the recipe, by path.
+    - `index`: of every parameter's output in the recipe, by path; of a stack that the model has as a list, one index a
+      layer.
 
     Returns: one buffer a group.
     """
@@ -133,40 +136,61 @@ def fill(recipe: Recipe, groups: Sequence[Group], index: Mapping[str, int]) -> l
 
     buffers: list[DBuffer] = []
     for group in groups:
+        outputs: list[Any] = [index[path] for path in group.paths]
         if not group.layout.stack:
-            piece = recipe.slice([index[path] for path in group.paths])
+            piece = recipe.slice(outputs)
             data = run(functools.partial(_program, group, piece), group, piece, "")
+            buffers.append(DBuffer(data, group.layout))
+            continue
+        data = DBuffer.zeros(group.layout, group.dtype).data
+        if all(isinstance(output, tuple) for output in outputs):
+            for place, layer in enumerate(zip(*outputs, strict=True)):
+                piece = recipe.slice(layer)
+                data = run(functools.partial(_layer_program, group, piece), group, piece, "", data, np.int32(place))
         else:
-            data = DBuffer.zeros(group.layout, group.dtype).data
-            for slot in group.layout.plan.slots:
-                piece = recipe.slice([index[group.prefix + slot]])
+            for slot, output in zip(group.layout.plan.slots, outputs, strict=True):
+                piece = recipe.slice([output])
                 data = run(functools.partial(_stack_program, group, piece, slot), group, piece, slot, data)
         buffers.append(DBuffer(data, group.layout))
     return buffers
 
 
 def _program(group: Group, piece: Slice) -> Callable[..., Any]:
+    """Makes the buffer of a group."""
+    return _jitted(group.layout, functools.partial(_own_shard, group, piece), len(piece.values))
+
+
+def _layer_program(group: Group, piece: Slice) -> Callable[..., Any]:
+    """Writes one layer of a stack into a buffer that is donated."""
+
+    def local(shard: jax.Array, place: jax.Array, *values: Any) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(shard, _own_shard(group, piece, *values), place, 0)
+
+    return _jitted(group.layout, local, 1 + len(piece.values), donate=True)
+
+
+def _own_shard(group: Group, piece: Slice, *values: Any) -> jax.Array:
+    """Computes the tensors of a group, or of one layer, and keeps this device's shard `(S,)`."""
     layout = group.layout
+    # Behind the barrier lies what depends on the mesh: fused with it, values can differ in the last bit.
+    tensors = lax.optimization_barrier(piece(*values))
+    buffer = pack(layout.plan, dict(zip(layout.plan.slots, tensors, strict=True)), group.dtype)
+    start = lax.axis_index(layout.axis) * layout.shard_size
+    return lax.dynamic_slice_in_dim(buffer, start, layout.shard_size)
 
-    def local(*values: Any) -> jax.Array:
-        # Behind the barrier lies what depends on the mesh: fused with it, values can differ in the last bit.
-        tensors = lax.optimization_barrier(piece(*values))
-        buffer = pack(layout.plan, dict(zip(layout.plan.slots, tensors, strict=True)), group.dtype)
-        start = lax.axis_index(layout.axis) * layout.shard_size
-        return lax.dynamic_slice_in_dim(buffer, start, layout.shard_size)
 
-    whole = PartitionSpec()
-    return jax.jit(
-        jax.shard_map(
-            local,
-            mesh=layout.mesh,
-            in_specs=(whole,) * len(piece.values),
-            out_specs=layout.spec,
-            axis_names={layout.axis},
-            check_vma=False,
-        ),
-        out_shardings=layout.sharding,
+def _jitted(layout: Layout, local: Callable[..., Any], number: int, *, donate: bool = False) -> Callable[..., Any]:
+    """Runs a function on every device, on its shard if that is donated and on so many values that all devices get."""
+    whole = (PartitionSpec(),) * number
+    mapped = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(layout.spec, *whole) if donate else whole,
+        out_specs=layout.spec,
+        axis_names={layout.axis},
+        check_vma=False,
     )
+    return jax.jit(mapped, out_shardings=layout.sharding, donate_argnums=(0,) if donate else ())
 
 
 def _stack_program(group: Group, piece: Slice, name: str) -> Callable[..., Any]:
@@ -181,45 +205,4 @@ def _stack_program(group: Group, piece: Slice, name: str) -> Callable[..., Any]:
             return shard
         return jnp.where((at >= 0) & (at < slot.size), flat.at[:, at].get(mode="clip"), shard)
 
-    return jax.jit(
-        jax.shard_map(
-            local,
-            mesh=layout.mesh,
-            in_specs=(layout.spec, *[PartitionSpec()] * len(piece.values)),
-            out_specs=layout.spec,
-            axis_names={layout.axis},
-            check_vma=False,
-        ),
-        out_shardings=layout.sharding,
-        donate_argnums=0,
-    )
-
-
-def _signature(jaxpr: Jaxpr) -> Any:
-    """A hashable description of a computation, equal for equal computations: variables by number."""
-    number: dict[Var, int] = {v: i for i, v in enumerate([*jaxpr.constvars, *jaxpr.invars])}
-    lines: list[Any] = [tuple(str(v.aval) for v in number)]
-    for eqn in jaxpr.eqns:
-        operands = tuple(_operand(number, v) for v in eqn.invars)
-        number.update({v: len(number) + i for i, v in enumerate(eqn.outvars)})
-        lines.append((eqn.primitive.name, _value(eqn.params), operands))
-    return (*lines, tuple(_operand(number, v) for v in jaxpr.outvars))
-
-
-def _operand(number: dict[Var, int], v: Any) -> Any:
-    return (str(v.aval), _value(v.val)) if isinstance(v, Literal) else number[v]
-
-
-def _value(value: Any) -> Any:
-    """A hashable stand-in for a parameter of an equation; what cannot be compared is equal to itself alone."""
-    if isinstance(value, Jaxpr):
-        return _signature(value), tuple(map(_value, getattr(value, "consts", ())))
-    if isinstance(value, ClosedJaxpr):
-        return _signature(value.jaxpr), tuple(map(_value, value.consts))
-    if isinstance(value, Mapping):
-        return tuple((name, _value(value[name])) for name in sorted(value))
-    if isinstance(value, tuple | list):
-        return tuple(map(_value, value))
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
-        return str(value.dtype), np.shape(value), np.asarray(value).tobytes()
-    return value if isinstance(value, Hashable) else id(value)
+    return _jitted(layout, local, len(piece.values), donate=True)

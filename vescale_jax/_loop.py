@@ -122,12 +122,14 @@ class Loop:
         """Runs a turn for every layer; what the turns return beside the carry is stacked by layer."""
 
         def turn(carry: list[Any], buffers: Shards, place: Any) -> tuple[list[Any], Any]:
-            return one(buffers, Operands(self.tensors_of(buffers), shared, carry, _at(slices, place)))
+            carry, out = one(buffers, Operands(self.tensors_of(buffers), shared, carry, _at(slices, place)))
+            return _rounded(carry), out
 
+        carry = _rounded(carry)
         if not self.prefetch:
             return lax.scan(
                 lambda carry, place: turn(carry, self.gather(shards, place + start), place),
-                list(carry),
+                carry,
                 jnp.arange(self.length),
                 reverse=self.reverse,
                 unroll=self.unroll,
@@ -146,8 +148,8 @@ class Loop:
             return (carry, following, _put(stacked, out, place(t))), None
 
         first = self.gather(shards, place(0) + start)
-        _, like = jax.eval_shape(turn, list(carry), first, 0)
-        state = (list(carry), first, _empty(self.length, like))
+        _, like = jax.eval_shape(turn, carry, first, 0)
+        state = (carry, first, _empty(self.length, like))
         if self.length > 1:
             state, _ = lax.scan(ahead, state, jnp.arange(self.length - 1), unroll=2)
         carry, buffers, stacked = state
@@ -215,7 +217,7 @@ def _backward(loop: Loop, sunk: frozenset[str], saved: _Saved, cotangents: Any) 
     layer: Layer = saved.layer.value
     of_carry, of_results = cotangents
     active = iter(layer.active)
-    of_carry = [_instantiated(ct) for ct in of_carry if next(active)]
+    of_carry = _rounded([_instantiated(ct) for ct in of_carry if next(active)])
     of_results = [ct for ct in of_results if next(active)]
     moving = [isinstance(ct, SymbolicZero) for ct in of_results]
     groups = {name: group for name, group in loop.groups.items() if _differentiated(loop, layer, name)}
@@ -243,7 +245,7 @@ def _backward(loop: Loop, sunk: frozenset[str], saved: _Saved, cotangents: Any) 
             name: pack(group.layout.plan, _complete(group, name, grads), group.reduce_dtype)
             for name, group in groups.items()
         }
-        return _some(found.carry), _some(found.shared), packed, _some(found.slices)
+        return _rounded(_some(found.carry)), _some(found.shared), packed, _some(found.slices)
 
     def reduce(packed: Shards) -> Shards:
         return {
@@ -360,7 +362,23 @@ def _spread(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
 
 
 def _sum(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
-    return [a + b for a, b in zip(left, right, strict=True)]
+    return _rounded([a + b for a, b in zip(left, right, strict=True)])
+
+
+def _rounded(values: Sequence[Any]) -> list[Any]:
+    """What goes from turn to turn, in its own precision.
+
+    XLA leaves out a rounding to bfloat16 between two operations in float32. It cannot between turns of a loop, but where
+    turns are unrolled or stand outside; numbers would depend on the look-ahead.
+    """
+
+    def one(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
+            return x
+        precision = jnp.finfo(x.dtype)
+        return lax.reduce_precision(x, exponent_bits=precision.nexp, mantissa_bits=precision.nmant)
+
+    return [one(x) for x in values]
 
 
 def _at(tree: Any, place: Any) -> Any:

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 # Bits, joined by or. Constants are made of nothing.
 NOTHING, FREED, BATCH, KEY = 0, 1, 2, 4
@@ -18,8 +18,16 @@ _CALLS = frozenset(["jit", "pjit"])
 CHECKPOINTS = frozenset(["checkpoint", "remat", "remat2"])
 
 
-def propagate(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
-    """The origin of every output of a computation."""
+def propagate(jaxpr: Jaxpr, inputs: Sequence[int], *, loops: bool = False) -> list[int]:
+    """The origin of every output of a computation.
+
+    Arguments:
+
+    - `jaxpr`: the computation.
+    - `inputs`: the origin of every input.
+    - `loops`: whether to look into loops, branches and checkpoints too. Without it what comes out of one is made of all
+      that went in, which is as it has to be computed: a loop is not run again for the part of it that needs no batch.
+    """
     origin: dict[Var, int] = dict.fromkeys(jaxpr.constvars, NOTHING)
     origin.update(zip(jaxpr.invars, inputs, strict=True))
 
@@ -28,14 +36,53 @@ def propagate(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
 
     for eqn in jaxpr.eqns:
         operands = [read(v) for v in eqn.invars]
-        if set(operands) - {NOTHING} and eqn.primitive.name in _CALLS:
-            # A jitted function may hand on both what it made of parameters and what it made of the batch.
-            results = propagate(eqn.params["jaxpr"].jaxpr, operands)
+        joined = _join(operands)
+        # A jitted function may hand on both what it made of parameters and what it made of the batch.
+        if joined != NOTHING and eqn.primitive.name in _CALLS:
+            results = propagate(eqn.params["jaxpr"].jaxpr, operands, loops=loops)
+        elif joined != NOTHING and loops:
+            results = _inside(eqn, operands) or [joined] * len(eqn.outvars)
         else:
-            joined = functools.reduce(operator.or_, operands, NOTHING)
             results = [joined] * len(eqn.outvars)
         origin.update(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _join(origins: Sequence[int]) -> int:
+    return functools.reduce(operator.or_, origins, NOTHING)
+
+
+def _inside(eqn: JaxprEqn, operands: list[int]) -> list[int] | None:
+    """The origin of every output of an equation with computations in it; None if there are none to look into."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        consts, carries = scan_counts(params)
+        return _repeated(params["jaxpr"].jaxpr, operands, consts, carries)
+    if name == "while":
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        of_body = operands[first:]
+        found = _repeated(params["body_jaxpr"].jaxpr, of_body, second, len(of_body) - second)
+        # How often depends on the condition.
+        decides = propagate(params["cond_jaxpr"].jaxpr, [*operands[:first], *found], loops=True)
+        return [origin | decides[0] for origin in found]
+    if name == "cond":
+        ways = [propagate(branch.jaxpr, operands[1:], loops=True) for branch in params["branches"]]
+        return [_join([operands[0], *origins]) for origins in zip(*ways, strict=True)]
+    called = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
+    called = getattr(called, "jaxpr", called)
+    if name in _TRANSPARENT | _CUSTOM and isinstance(called, Jaxpr) and len(called.invars) == len(operands):
+        return propagate(called, operands, loops=True)
+    return None
+
+
+def _repeated(jaxpr: Jaxpr, operands: list[int], consts: int, carries: int) -> list[int]:
+    """Of a computation whose first outputs are its carries of the next turn."""
+    while True:
+        results = propagate(jaxpr, operands, loops=True)
+        after = [a | b for a, b in zip(operands[consts : consts + carries], results[:carries], strict=True)]
+        if after == operands[consts : consts + carries]:
+            return [*after, *results[carries:]]
+        operands = [*operands[:consts], *after, *operands[consts + carries :]]
 
 
 def handed_on(jaxpr: Jaxpr) -> list[int | None]:
@@ -76,3 +123,4 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 _TRANSPARENT = _CALLS | CHECKPOINTS | {"closed_call", "scan"}
+_CUSTOM = frozenset(["core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])

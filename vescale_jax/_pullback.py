@@ -116,7 +116,8 @@ def value_and_pullback(
     jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
     origins = [NOTHING] * len(consts) + _origins(freed, operands)
     found = propagate(jaxpr, origins)
-    varies = jax.tree.unflatten(results, [bool(origin & (BATCH | KEY)) for origin in found[: results.num_leaves]])[1]
+    apart = propagate(jaxpr, origins, loops=True)[: results.num_leaves]
+    varies = jax.tree.unflatten(results, [bool(origin & (BATCH | KEY)) for origin in apart])[1]
     again = [bool(origin & FREED) and not origin & BATCH for origin in found[results.num_leaves :]]
     recompute, used = partial_eval.dce_jaxpr(jaxpr, [False] * results.num_leaves + again)
     kept = tuple(None if free else value for value, free in zip(residuals, again, strict=True))

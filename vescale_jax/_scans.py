@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
@@ -22,6 +23,7 @@ from ._groups import Group, Unit
 from ._layer import Operands
 from ._loop import Loop
 from ._origins import CHECKPOINTS, handed_on, scan_counts
+from ._region import Region, UnequalLayersError, find_region, take_rows
 from ._whole import whole_stack
 
 _INLINED = frozenset(["jit", "pjit", "closed_call", "core_call"])
@@ -123,12 +125,36 @@ def with_loops(fn: Callable[..., Any], stacks: Sequence[Unit]) -> Callable[..., 
         leaves = jax.tree.leaves(arguments, is_leaf=_is_stacked)
         same = handed_on(closed.jaxpr)
         jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [i is None for i in same], instantiate=True)
-        made = iter(_Run(jaxpr, closed.consts)(leaves))
+        jaxpr, regions = _rolled(jaxpr, leaves)
+        made = iter(_Run(jaxpr, closed.consts, regions)(leaves))
         values = [next(made) if i is None else leaves[i] for i in same]
         values = [_gathered(x, "the function's result") if _is_stacked(x) else x for x in values]
         return jax.tree.unflatten(jax.tree.structure(out), values)
 
     return looped
+
+
+def _rolled(jaxpr: Jaxpr, leaves: Sequence[Any]) -> tuple[Jaxpr, list[Region]]:
+    """Finds the stacks whose layers the function takes out one by one, and runs along; says so where it cannot."""
+    stands = {v: x for v, x in zip(jaxpr.invars, leaves, strict=True) if _is_stacked(x)}
+    eqns, takers, rows = take_rows(jaxpr, stands)
+    regions: list[Region] = []
+    failed: set[Var] = set()
+    for unit in {stands[stack].source.unit.name: stands[stack].source.unit for stack, _ in rows.values()}.values():
+        mine = {v: row for v, row in rows.items() if stands[row[0]].source.unit is unit}
+        try:
+            regions.append(find_region(jaxpr.replace(eqns=eqns), mine, unit.stack[0]))
+        except UnequalLayersError as error:
+            failed.update(stack for stack, _ in mine.values())
+            warnings.warn(
+                f"rolled: the layers of {unit.name} cannot run as one loop: {error}. All of them are gathered at once "
+                "and stay alive; leave the list out of rolled, or make its layers equal.",
+                stacklevel=2,
+            )
+    # A layer that is taken out for nothing would be an equation that reads a stack.
+    kept = [eqn for eqn in takers if eqn.invars[0] in failed or rows.get(eqn.outvars[0], (None,))[0] in failed]
+    shifted = [replace(r, start=r.start + len(kept), stop=r.stop + len(kept)) for r in regions]
+    return jaxpr.replace(eqns=[*kept, *eqns]), shifted
 
 
 def _is_stacked(x: Any) -> bool:
@@ -147,6 +173,7 @@ class _Run:
 
     jaxpr: Jaxpr
     consts: Sequence[Any]
+    regions: Sequence[Region] = ()
     env: dict[Var, Any] = field(default_factory=dict)
     pending: list[JaxprEqn] = field(default_factory=list)
 
@@ -154,7 +181,14 @@ class _Run:
         self.env.update(zip(self.jaxpr.constvars, self.consts, strict=True))
         self.env.update(zip(self.jaxpr.invars, arguments, strict=True))
         stacks = {v for v, x in self.env.items() if _is_stacked(x)}
-        for eqn in self.jaxpr.eqns:
+        starts = {region.start: region for region in self.regions}
+        inside = {i for region in self.regions for i in range(region.start, region.stop)}
+        for index, eqn in enumerate(self.jaxpr.eqns):
+            if index in starts:
+                self._flush()
+                self._loop(starts[index])
+            if index in inside:
+                continue
             if not stacks.intersection(v for v in eqn.invars if isinstance(v, Var)):
                 self.pending.append(eqn)
                 continue
@@ -181,6 +215,24 @@ class _Run:
             values = jax.core.eval_jaxpr(piece, (), *[self.env[v] for v in needed])
             self.env.update(zip(made, values, strict=True))
         self.pending.clear()
+
+    def _loop(self, region: Region) -> None:
+        """Layers that follow each other, as a loop."""
+        stands = [self.env[v] for v in region.stacks]
+        body = _without_barriers(region.body)
+
+        def one(turn: Operands) -> list[Any]:
+            tensors = [stand.finish(x) for stand, x in zip(stands, turn.tensors, strict=True)]
+            return jax.core.eval_jaxpr(body, (), *tensors, *turn.shared, *turn.carry, *turn.slices)
+
+        carry = [jnp.asarray(self._read(v), v.aval.dtype) for v in region.carry]  # type: ignore[attr-defined]
+        shared = [self._read(v) for v in region.shared]
+        slices = [jnp.stack([self.env[v] for v in layers]) for layers in region.slices]
+        loop = _loop_along(stands, one, length=stands[0].source.unit.stack[0], reverse=False, unroll=1)
+        last, results = loop(shared, carry, slices)
+        self.env.update((v, x) for v, x in zip(region.last, last, strict=True) if v is not None)
+        for layers, stacked in zip(region.results, results, strict=True):
+            self.env.update((v, stacked[i]) for i, v in enumerate(layers) if v is not None)
 
     def _special(self, eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         """An equation that reads a stack."""
@@ -262,10 +314,7 @@ def _scanned(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     jaxpr, values = _opened(eqn.params["jaxpr"])
     if not stands:
         return _plain_scan(eqn, jaxpr, values, before, along, consts)
-    sources = {stand.source.key: stand.source for stand in stands}
-    units = [source.unit for source in sources.values()]
-    ahead = min(unit.prefetch for unit in units)
-    if ahead or eqn.params["unroll"] < eqn.params["length"]:
+    if min(stand.source.unit.prefetch for stand in stands) or eqn.params["unroll"] < eqn.params["length"]:
         jaxpr = _without_barriers(jaxpr)
 
     def body(turn: Operands) -> list[Any]:
@@ -274,21 +323,31 @@ def _scanned(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         slices = [next(tensors) if _is_stacked(x) else next(rest) for x in along]
         return jax.core.eval_jaxpr(jaxpr, values, *turn.shared, *turn.carry, *slices)
 
+    params = eqn.params
+    loop = _loop_along(stands, body, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
+    carry, results = loop(before[:consts], before[consts:], [x for x in along if not _is_stacked(x)])
+    return [*carry, *results]
+
+
+def _loop_along(
+    stands: Sequence[Stacked], body: Callable[[Operands], list[Any]], *, length: int, reverse: bool, unroll: int
+) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """A function of shared values, carry and slices that goes along some stacks."""
+    sources = {stand.source.key: stand.source for stand in stands}
+    units = [source.unit for source in sources.values()]
     loop = Loop(
         body=body,
         groups={key: source.group for key, source in sources.items()},
         tensors=tuple((stand.source.key, stand.slot) for stand in stands),
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-        prefetch=ahead,
+        length=length,
+        reverse=reverse,
+        unroll=unroll,
+        prefetch=min(unit.prefetch for unit in units),
         reshard=all(unit.reshard_after_forward for unit in units),
     )
     shards = {key: source.shard for key, source in sources.items()}
     sinks = {key: source.sink for key, source in sources.items() if source.sink is not None}
-    slices = [x for x in along if not _is_stacked(x)]
-    carry, results = loop(shards, sinks, stands[0].source.start, before[:consts], before[consts:], slices)
-    return [*carry, *results]
+    return functools.partial(loop, shards, sinks, stands[0].source.start)
 
 
 def _without_barriers(jaxpr: Jaxpr) -> Jaxpr:

@@ -301,8 +301,9 @@ class Watch:
         thread.join(2 * self.interval)
 
     def _say(self, fault: str) -> None:
-        # Not through sys.stderr, whose lock the main thread may hold.
-        os.write(2, f"vescale_jax: process {self.process} ends the job: {fault}\n".encode())
+        # Not through sys.stderr, whose lock the main thread may hold; and whoever read it may be gone.
+        with contextlib.suppress(OSError):
+            os.write(2, f"vescale_jax: process {self.process} ends the job: {fault}\n".encode())
 
     def _end(self, status: int) -> None:
         self._bounded(sys.stdout.flush)

@@ -148,7 +148,9 @@ def exchange_of(runs: Runs, platform: str = "cpu", *, slack: float = 2.0) -> Exc
     total = np.cumsum(length) - length
     first = np.searchsorted(pair, pair)
     within = total - total[first] if len(table) else total
-    parts = np.bincount(pair, length, n * n).astype(np.int64).reshape(n, n) if len(table) else np.zeros((n, n), np.int64)
+    parts = (
+        np.bincount(pair, length, n * n).astype(np.int64).reshape(n, n) if len(table) else np.zeros((n, n), np.int64)
+    )
     np.fill_diagonal(parts, 0)
     transport, rounds = _choose(parts, platform, slack)
     if transport == "all_to_all":

@@ -68,7 +68,8 @@ def runs_between(source: GroupPlan, target: GroupPlan) -> Runs:
 
     - `source`, `target`: plans of the same tensors for the same number of shards.
 
-    Raises: `ValueError` that names every tensor which is in one plan only or of another shape, or the numbers of shards.
+    Raises: `ValueError` that names every tensor which is in one plan only or of another shape, or both numbers of
+    shards.
     """
     _check(source, target)
     kept: set[str] = set()

@@ -1,4 +1,4 @@
-"""redistribute: exact between random plans and placements, one collective where it can be, no more bytes than needed."""
+"""redistribute: exact between random plans and placements, by one collective where that is no waste."""
 
 from typing import Any
 

@@ -160,6 +160,17 @@ def test_a_stopped_process_ends_the_others(pair: list["subprocess.Popen[str]"], 
     assert re.search(rf"process {1 - victim} ends the job: {who}{what}", errors)
 
 
+def test_processes_end_when_their_launcher_is_killed() -> None:
+    command = [sys.executable, "-m", "vescale_jax", "launch", "--devices-per-process", "1", "--", str(JOB)]
+    more = environment(FAULT="sleep", VICTIM="1")
+    with subprocess.Popen(command, env=more, cwd=ROOT, stdout=-1, stderr=-1, text=True) as job:
+        assert job.stdout is not None
+        job.stdout.readline()  # gloo's word that the processes are connected
+        job.kill()
+        # Both pipes are at their end once no process holds them.
+        job.communicate(timeout=30)
+
+
 def test_an_exception_ends_the_others(pair: list["subprocess.Popen[str]"]) -> None:
     start(pair, {"FAULT": "raise", "VICTIM": "0"})
     outputs = [process.communicate(timeout=60)[1] for process in pair]

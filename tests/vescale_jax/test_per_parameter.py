@@ -40,9 +40,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [2, 5])
-def test_training_is_that_of_one_device(kind, n, meshes):
-    model = vs.fully_shard(models.tree(), meshes[n])
+def test_training_is_that_of_one_device(kind, meshes):
+    model = vs.fully_shard(models.tree(), meshes[5])
     ours = twin.sharded(model, models.tree_loss, per_parameter(KINDS[kind], model), twin.BATCHES)
     twin.assert_same(ours, twin.tree_twin(KINDS[kind], 3))
 
@@ -51,7 +50,7 @@ def update_of(tx, model):
     """The compiled update, and its arguments."""
     tx = per_parameter(tx, model)
     state = jax.jit(tx.init)(model.params)
-    return jax.jit(tx.update), (jax.tree.map(jnp.cos, model.params), state, model.params)
+    return jax.jit(tx.update, donate_argnums=(0, 1)), (jax.tree.map(jnp.cos, model.params), state, model.params)
 
 
 def plain_update(tx, params):
@@ -134,6 +133,20 @@ def test_labels_share_buffers(meshes):
     _, (_, state, params) = update_of(optax.multi_transform(labels, ranks), model)
     held = sum(x.size for x in jax.tree.leaves(state) if x.ndim)
     assert held == 2 * sum(x.size for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+    "params", [tensors((16, 16), (3,), ()), {"layers": tensors((2, 16, 16), (2, 7))}], ids=["plain", "stack"]
+)
+def test_little_state_takes_no_buffer(params, meshes):
+    # Nothing but the vectors has a second moment of its own shape.
+    stacks = ("layers",) if "layers" in params else ()
+    model = vs.fully_shard(params, meshes[3], stacks=stacks)
+    update, arguments = update_of(optax.adafactor(0.1, min_dim_size_to_factor=16), model)
+    held = sum(x.size for x in jax.tree.leaves(arguments[1]))
+    assert held < 0.4 * sum(x.size for x in jax.tree.leaves(params))
+    updates, _ = update(*arguments)
+    assert_equal(model, updates, plain_update(optax.adafactor(0.1, min_dim_size_to_factor=16), params))
 
 
 def test_padding_stays_zero(meshes):
@@ -248,6 +261,12 @@ def test_buffers_of_another_model_are_refused(meshes):
     one, other = (vs.fully_shard({"w": jnp.ones(shape)}, meshes[2]) for shape in ((3, 2), (5, 2)))
     with pytest.raises(ValueError, match=r"^per_parameter: got a dict without the buffer root/float32 of the model"):
         per_parameter(optax.sgd(0.1), one).init(other.params)
+
+
+def test_a_model_without_parameters_to_train_is_refused(meshes):
+    model = vs.fully_shard({"w": jnp.ones(3)}, meshes[2], trainable=False)
+    with pytest.raises(ValueError, match=r"^per_parameter: got a model without trainable parameters"):
+        per_parameter(optax.sgd(0.1), model)
 
 
 @pytest.mark.unchecked_annotations

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import vescale_jax as vs
 from tests.vescale_jax import block_steps as steps
 from tests.vescale_jax import counting
 from vescale_jax._sharded import shardings
-from vescale_jax.optimizers import describe, shampoo
+from vescale_jax.optimizers import adamw_8bit, describe, precisions, shampoo
 from vescale_layouts import DBuffer, Layout
 from vescale_planner import Elements, Rows, TensorSpec, Tile, plan_group
 
@@ -235,6 +235,16 @@ def test_other_optimizers_are_element_wise(meshes: dict[int, Mesh]) -> None:
     }
 
 
+def test_the_table_of_8_bit_adam_is_that_of_its_precisions(meshes: dict[int, Mesh]) -> None:
+    model = vs.fully_shard(steps.numbers(0), meshes[2], blocks=Elements(256), abstract=True)
+    tx = adamw_8bit(1e-3, min_size=steps.MIN_SIZE)
+    table, wanted = describe(tx, model), precisions(jax.eval_shape(tx.init, model.params))
+    assert {row.path: (row.blocks, row.state_bytes) for row in table} == {
+        row.name: (row.block, row.state_bytes) for row in wanted
+    }
+    assert (table["a"].rule, table["v"].rule) == ("adamw_8bit", "adamw")
+
+
 # Through the training step.
 
 
@@ -253,7 +263,7 @@ def losses(mesh: Mesh, tx: Any) -> list[float]:
     x = np.random.default_rng(0).normal(size=(120, 16)).astype(np.float32)
     laid = [(x.dtype, x.shape, x.sharding) for x in jax.tree.leaves(state)]
     found = []
-    for _ in range(20):
+    for _ in range(30):
         state, metrics = train(state, x)
         found.append(float(metrics.loss))
     assert [(x.dtype, x.shape, x.sharding) for x in jax.tree.leaves(state)] == laid
@@ -263,7 +273,8 @@ def losses(mesh: Mesh, tx: Any) -> list[float]:
 def test_training_beats_adamw_and_is_the_same_on_all_meshes(meshes: dict[int, Mesh]) -> None:
     adamw = losses(meshes[8], optax.adamw(0.01))
     tx = shampoo(optax.constant_schedule(0.01), block_size=8, min_size=0)
-    eight, three = losses(meshes[8], tx), losses(meshes[3], tx)
+    explicit = jax.make_mesh((3,), ("fsdp",), devices=jax.devices()[:3], axis_types=(AxisType.Explicit,))
+    eight, three = losses(meshes[8], tx), losses(explicit, tx)
     assert eight[-1] < 0.95 * adamw[-1]
     np.testing.assert_allclose(eight, three, rtol=1e-3)
 

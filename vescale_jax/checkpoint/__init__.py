@@ -5,7 +5,7 @@ from ._contents import Contents as Contents
 from ._contents import TensorRow as TensorRow
 from ._contents import contents as contents
 from ._contents import verify as verify
-from ._errors import Damaged as Damaged
+from ._errors import DamagedError as DamagedError
 from ._exchange import Names as Names
 from ._exchange import Take as Take
 from ._orbax import export_orbax as export_orbax

@@ -5,6 +5,7 @@ on, and the newest complete one after a crash. What is not complete has no name,
 """
 
 import atexit
+import functools
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ._errors import Damaged
+from ._errors import DamagedError
 from ._folder import next_name, partial, publish, saved, sweep, thin
 from ._processes import Event
 from ._restore import Restored, read_state, together
@@ -117,15 +118,15 @@ class Checkpointer:
         Returns: see `Restored`; None if the folder holds no complete checkpoint and no step was asked for.
 
         Raises: `ValueError` that lists everything in which state and checkpoint differ, or if there is no checkpoint of
-        that step; `Damaged` if no complete checkpoint is whole.
+        that step; `DamagedError` if no complete checkpoint is whole.
         """
         self.wait()
         event = Event.begin(self.timeout)
         names = event.decide("names", lambda: self._candidates(step))
         for i, name in enumerate(names):
             try:
-                return together(event, f"restored/{i}", lambda: read_state(self.folder / name, state, reset))
-            except Damaged as damage:
+                return together(event, f"restored/{i}", functools.partial(read_state, self.folder / name, state, reset))
+            except DamagedError as damage:
                 if i + 1 == len(names):
                     raise
                 warnings.warn(f"{damage} -- going back to {names[i + 1]}", stacklevel=2)

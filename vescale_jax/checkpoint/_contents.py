@@ -131,7 +131,7 @@ def contents(path: "str | os.PathLike[str]") -> Contents:
 
     - `path`: of a checkpoint, or of the folder of a run, whose newest complete one it is then.
 
-    Raises: `ValueError` if there is none, `Damaged` if its manifest is not whole.
+    Raises: `ValueError` if there is none, `DamagedError` if its manifest is not whole.
     """
     source = Source.open(resolve(path, "contents"))
     rows: list[TensorRow] = []
@@ -161,19 +161,20 @@ def verify(path: "str | os.PathLike[str]") -> int:
 
     Returns: bytes of arrays read.
 
-    Raises: `Damaged` that names the first file which is missing, cut short or changed.
+    Raises: `DamagedError` that names the first file which is missing, cut short or changed.
     """
     source = Source.open(resolve(path, "verify"))
     total = sum(array.nbytes for array in source.read_values().values())
     for number, item in enumerate(source.manifest.stored):
         shape = source.shape(number)
-        if shape.empty:
+        layers = source.layers(number)
+        if shape.empty or not layers:
             continue
         for shard in range(shape.shards):
             source.check(f"{item.array}/{file_of(shard)}", shape)
-            step = max(1, _AT_ONCE // shape.layers)
+            step = max(1, _AT_ONCE // layers)
             for start in range(0, shape.width, step):
-                out = np.empty((shape.layers, min(step, shape.width - start)), shape.dtype)
+                out = np.empty((layers, min(step, shape.width - start)), shape.dtype)
                 finish([source.read(number, slice(None), shard, start, out)])
                 total += out.nbytes
     return total

@@ -1,10 +1,12 @@
 """Entries: what a training state consists of, by names that no mesh, plan, unit or grouping changes.
 
 Comes in: a `TrainState` or a `Sharded` model, with or without values. Goes out: one entry for each of its arrays, in
-the order of its leaves. A *field* is the path of a buffer without the names of unit and group: `model`, `opt_state/0/mu`
-or `opt_state/moments/mean/codes`. A field and a parameter's path say what a piece of a buffer is, wherever it lies.
+the order of its leaves. A *field* is the path of a buffer without the names of unit and group: `model`,
+`opt_state/0/mu` or `opt_state/moments/mean/codes`. A field and a parameter's path say what a piece of a buffer is,
+wherever it lies.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -216,7 +218,7 @@ def _of_node(
 
 def _field(names: tuple[str, ...], layout: Layout, groups: Mapping[tuple[str, str], Group]) -> tuple[str, str]:
     """Field and prefix. Where a path has no unit and group in it, it stays whole, and so does its grouping."""
-    for i, pair in enumerate(zip(names, names[1:], strict=False)):
+    for i, pair in enumerate(itertools.pairwise(names)):
         group = groups.get(pair)
         if group is not None and group.layout == layout:
             return "/".join((*names[:i], *names[i + 2 :])), group.prefix

@@ -94,6 +94,11 @@ class Lazy:
         return self.values()
 
 
+def chosen(names: Any, path: str) -> Any:
+    """What a table has for a path; the path itself where it has nothing."""
+    return names(path) if callable(names) else (names or {}).get(path, path)
+
+
 def logical(source: Any, what: str) -> Iterator[tuple[str, Lazy]]:
     """The logical tensors of a model, a training state or a checkpoint, by path.
 
@@ -162,12 +167,13 @@ class _Part:
 
     @classmethod
     def of(cls, path: str, names: Names) -> "_Part":
-        chosen = names(path) if callable(names) else (names or {}).get(path, path)
-        several = isinstance(chosen, Sequence) and not isinstance(chosen, str)
-        takes = tuple(take if isinstance(take, Take) else Take(take) for take in (chosen if several else (chosen,)))
+        found = chosen(names, path)
+        several = isinstance(found, Sequence) and not isinstance(found, str)
+        parts: list[Any] = list(found) if several else [found]
+        takes = tuple(take if isinstance(take, Take) else Take(take) for take in parts)
         if not all(isinstance(take.name, str) for take in takes):
             raise TypeError(
-                f"import: names: {path}: got {chosen!r}; want a name, a Take, or a list of these; change the table"
+                f"import: names: {path}: got {found!r}; want a name, a Take, or a list of these; change the table"
             )
         return cls(takes, several)
 
@@ -304,10 +310,11 @@ def _filled(layout: Layout, dtype: np.dtype, read: Callable[[str], np.ndarray]) 
             run = store(slot, layer)
             for k, piece in pieces:
                 host[k][i, piece.offset : piece.offset + piece.stop - piece.start] = run[piece.start : piece.stop]
-    data = jax.make_array_from_callback(
-        shape, layout.sharding, lambda index: host[(index[dim].start or 0) // size].reshape(layout.local_shape)
-    )
-    return DBuffer(data, layout)
+
+    def local(index: Any) -> np.ndarray:
+        return host[(index[dim].start or 0) // size].reshape(layout.local_shape)
+
+    return DBuffer(jax.make_array_from_callback(shape, layout.sharding, local), layout)
 
 
 def _placed(part: _Part, tensors: Mapping[str, Tensor], leaf: Any) -> Any:

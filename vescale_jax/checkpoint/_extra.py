@@ -1,7 +1,8 @@
 """Extra: the user's own small tree beside the state, such as the position in the data, as JSON and arrays.
 
-Comes in: dicts with string keys, lists, tuples, numbers, strings, booleans, None, and arrays. Goes out: JSON in which an
-array is `{"$array": its name}`, and the arrays by name; and the tree again, tuples as lists and arrays as NumPy arrays.
+Comes in: dicts with string keys, lists, tuples, numbers, strings, booleans, None, and arrays. Goes out: JSON in which
+an array is `{"$array": its name}`, and the arrays by name; and the tree again, tuples as lists and arrays as NumPy
+arrays.
 """
 
 import math
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vescale_jax._form import is_array, is_key
@@ -84,6 +86,6 @@ def decode(record: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     if "$array" in record:
         array = arrays[record["$array"]]
         if record["dtype"] == "key":
-            return jax.random.wrap_key_data(array, impl=record["impl"])
+            return jax.random.wrap_key_data(jnp.asarray(array), impl=record["impl"])
         return array.view(dtype_of(record["dtype"]))
     return {key: decode(item, arrays) for key, item in record.items()}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ._dtypes import as_stored
-from ._errors import Damaged
+from ._errors import DamagedError
 
 MANIFEST, FILES, VALUES, COMPLETE = "manifest.json", "files.json", "arrays.npz", "COMPLETE"
 
@@ -29,8 +29,8 @@ def writing(path: Path) -> Iterator[None]:
         reason = error.strerror or str(error)
         raise OSError(
             error.errno,
-            f"checkpoint: {path}: got {reason!r}; want room and permission to write there; free space or choose another "
-            "folder; complete checkpoints are untouched",
+            f"checkpoint: {path}: got {reason!r}; want room and permission to write there; free space or choose "
+            "another folder; complete checkpoints are untouched",
         ) from error
 
 
@@ -53,13 +53,15 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """Reads what `write_arrays` wrote, in the dtypes on disk.
 
-    Raises: `Damaged`; every member has a checksum.
+    Raises: `DamagedError`; every member has a checksum.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
             return dict(file)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise Damaged.file(path, f"a file that cannot be read ({error})", "the arrays that were written") from error
+        raise DamagedError.file(
+            path, f"a file that cannot be read ({error})", "the arrays that were written"
+        ) from error
 
 
 def hash_of(path: Path) -> str:
@@ -80,23 +82,23 @@ def sync_folder(path: Path) -> None:
 def read_marked(folder: Path) -> tuple[str, dict[str, Any]]:
     """The manifest's text and the table of files, both checked against the marker of completeness.
 
-    Raises: `Damaged` if one of the three is missing or has changed.
+    Raises: `DamagedError` if one of the three is missing or has changed.
     """
     try:
         marker = json.loads((folder / COMPLETE).read_text())
     except FileNotFoundError:
-        raise Damaged.file(folder / COMPLETE, "no such file", "the marker that is written last") from None
+        raise DamagedError.file(folder / COMPLETE, "no such file", "the marker that is written last") from None
     except (OSError, ValueError) as error:
-        raise Damaged.file(folder / COMPLETE, f"a file that cannot be read ({error})", "the marker") from error
+        raise DamagedError.file(folder / COMPLETE, f"a file that cannot be read ({error})", "the marker") from error
     found: list[str] = []
     for name in (MANIFEST, FILES):
         path = folder / name
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise Damaged.file(path, error.strerror or str(error), "the file that was written") from None
+            raise DamagedError.file(path, error.strerror or str(error), "the file that was written") from None
         if not isinstance(marker, dict) or hashlib.sha256(data).hexdigest() != marker.get(name):
-            raise Damaged.file(path, "other text than was written", f"the text whose hash is in {COMPLETE}")
+            raise DamagedError.file(path, "other text than was written", f"the text whose hash is in {COMPLETE}")
         found.append(data.decode())
     return found[0], json.loads(found[1])
 

@@ -86,7 +86,7 @@ def _reorder(source: Source, number: int, slot: Slot, target: Slot, piece: Piece
         elements = elements_at(target, np.arange(piece.start + i, piece.start + j, dtype=np.int64))
         return np.where(elements < 0, -1, slot.offset + positions_of(slot, np.maximum(elements, 0)))
 
-    for layer in range(shape.layers):
+    for layer in range(source.layers(number)):
         pages = Pages(shape.shards, shape.width, shape.chunk)
         gather(pages, where, _reader(source, number, layer, 1), out[layer])
 
@@ -189,6 +189,6 @@ def _read_blocks(source: Source, number: int, at: np.ndarray, out: np.ndarray, e
         finish(reads)
         return
     pages = Pages(shape.shards, count, max(1, shape.chunk // each))
-    for layer in range(shape.layers):
+    for layer in range(source.layers(number)):
         target = out[layer].reshape(len(at), each)
         gather(pages, lambda i, j: at[i:j], _reader(source, number, layer, each), target)

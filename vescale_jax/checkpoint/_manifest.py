@@ -12,7 +12,7 @@ from typing import Any
 
 from vescale_planner import GroupPlan
 
-from ._errors import Damaged
+from ._errors import DamagedError
 from ._plans import plan_of, plan_record
 
 FORMAT = "vescale_jax checkpoint"
@@ -31,6 +31,7 @@ class Stored:
     - `stack`: numbers of layers before the flat dim.
     - `dtype`: of the elements; see `_dtypes.py` for what lies on disk.
     - `array`: the folder of the zarr array, `(layers, shards, width)`.
+    - `layers`, `first`: of the zarr array, which equal arrays of several units may share, and the first one of this.
     - `width`: elements on one shard, of one layer.
     - `blocks`: of kind `"blocks"`: `[name, block]` of every tensor of the view.
     - `number`, `each`: of kind `"blocks"`: the batch, and the shape of what a block has.
@@ -44,6 +45,8 @@ class Stored:
     stack: tuple[int, ...]
     dtype: str
     array: str
+    layers: int
+    first: int
     width: int
     blocks: tuple[tuple[str, Any], ...] = ()
     number: int = 0
@@ -121,12 +124,13 @@ def parse(text: str, path: Path) -> Manifest:
     - `text`: of the file.
     - `path`: the file, for messages.
 
-    Raises: `ValueError` for a manifest of another version or no manifest at all, `Damaged` for one that is cut short.
+    Raises: `ValueError` for a manifest of another version or no manifest at all, `DamagedError` for one that is cut
+    short.
     """
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:
-        raise Damaged.file(path, f"text that is no JSON ({error})", "the manifest that was written") from None
+        raise DamagedError.file(path, f"text that is no JSON ({error})", "the manifest that was written") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(
             f"checkpoint: {path}: got a file of another program; want a manifest with format {FORMAT!r}; pass a "
@@ -147,7 +151,9 @@ def parse(text: str, path: Path) -> Manifest:
             record["extra"],
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise Damaged.file(path, f"a record that cannot be ({error!r})", "the manifest that was written") from error
+        raise DamagedError.file(
+            path, f"a record that cannot be ({error!r})", "the manifest that was written"
+        ) from error
 
 
 def _stored(item: Mapping[str, Any]) -> Stored:

@@ -94,7 +94,7 @@ class Event:
             if "DEADLINE" not in str(error).upper():
                 raise
             raise TimeoutError(
-                f"checkpoint: process {process} of {self.count}: got no answer within {limit:g} s; want one; see "
+                f"checkpoint: process {process} of {self.count}: got no answer within {limit:.0f} s; want one; see "
                 "whether it still runs, or pass a larger timeout"
             ) from error
 

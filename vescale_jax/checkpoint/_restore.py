@@ -21,7 +21,7 @@ from vescale_jax._sharded import check_alive
 
 from ._dtypes import dtype_of
 from ._entries import MODEL, Blocks, Entry, Parts, Tensors, Value, entries
-from ._errors import Damaged
+from ._errors import DamagedError
 from ._extra import decode
 from ._fill import fill_blocks, fill_tensors
 from ._folder import resolve
@@ -65,8 +65,8 @@ def restore(
 
     Returns: see `Restored`.
 
-    Raises: `ValueError` that lists everything in which state and checkpoint differ, before anything is read; `Damaged`
-    if a file that is needed is missing, cut short or changed.
+    Raises: `ValueError` that lists everything in which state and checkpoint differ, before anything is read;
+    `DamagedError` if a file that is needed is missing, cut short or changed.
     """
     event = Event.begin(timeout)
     folder = Path(event.decide("path", lambda: str(resolve(path, "restore"))))
@@ -82,11 +82,11 @@ def together(event: Event, topic: str, read: Callable[[], Restored]) -> Restored
     except Exception as mistake:
         error = mistake
     failed = event.agree(topic, error)
-    if error is not None and (event.count == 1 or not isinstance(error, Damaged)):
+    if error is not None and (event.count == 1 or not isinstance(error, DamagedError)):
         raise error
     if failed:
         # Alike in every process, so that all of them go back to an older checkpoint or none does.
-        kind = Damaged if all(text.startswith("Damaged") for text in failed.values()) else RuntimeError
+        kind = DamagedError if all(text.startswith("DamagedError:") for text in failed.values()) else RuntimeError
         raise kind("checkpoint: " + "; ".join(f"process {k}: {text}" for k, text in failed.items()))
     assert found is not None
     return found
@@ -190,6 +190,7 @@ def _cut(entry: Tensors | Blocks, source: Source, kept: Sequence[str]) -> jax.Ar
         own = {(s.index[dim].start or 0) // max(size, 1): s.data for s in entry.array.addressable_shards}
     devices: dict[int, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
         devices.setdefault((index[dim].start or 0) // max(size, 1), []).append(device)
     local = (*shape[:dim], size, *shape[dim + 1 :])
     pieces: list[jax.Array] = []

@@ -20,8 +20,8 @@ from vescale_jax._sharded import Sharded
 from vescale_planner import Faults
 
 from ._dtypes import as_stored, dtype_of
-from ._errors import Damaged
-from ._exchange import Names, Tensor, check_folder, fill_model, logical
+from ._errors import DamagedError
+from ._exchange import Names, Tensor, check_folder, chosen, fill_model, logical
 from ._files import sync_folder, writing
 
 _DTYPES = {
@@ -69,7 +69,7 @@ def export_safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "flax", **(metadata or {})}}
     end = 0
     for name, tensor in tensors:
-        called = names(name) if callable(names) else (names or {}).get(name, name)
+        called = chosen(names, name)
         if tensor.dtype.name not in _CODES:
             change = "convert the model, or export an orbax tree"
             faults.add(name, got=f"dtype {tensor.dtype.name}", want=f"one of {sorted(_CODES)}", change=change)
@@ -98,7 +98,7 @@ def export_safetensors(
         for _, tensor in tensors:
             values = tensor.read()
             if writes:
-                file.write(np.ascontiguousarray(as_stored(values)).reshape(-1).view(np.uint8))
+                file.write(np.ascontiguousarray(as_stored(values)).reshape(-1).view(np.uint8).data)
             del values
         file.flush()
         if writes:
@@ -121,7 +121,8 @@ def import_safetensors(
 
         names = {"embed/embedding": "model.embed_tokens.weight"}
         names["layers/0/query/kernel"] = vs.checkpoint.Take("model.layers.0.q_proj.weight", permute=(1, 0))
-        model = vs.checkpoint.import_safetensors("model.safetensors", vs.fully_shard(build, mesh, abstract=True), names=names)
+        model = vs.fully_shard(build, mesh, abstract=True)
+        model = vs.checkpoint.import_safetensors("model.safetensors", model, names=names)
 
     Arguments:
 
@@ -133,8 +134,8 @@ def import_safetensors(
 
     Returns: the model. What is no parameter keeps the model's values where the file has none.
 
-    Raises: `ValueError` that lists every tensor which is missing, unused, or of another shape or dtype; `Damaged` for a
-    file that is cut short.
+    Raises: `ValueError` that lists every tensor which is missing, unused, or of another shape or dtype; `DamagedError`
+    for a file that is cut short.
     """
     tensors: dict[str, Tensor] = {}
     for file in _files(path):
@@ -186,22 +187,22 @@ class Mapped:
 def read_header(path: Path) -> dict[str, Mapped]:
     """The tensors of a safetensors file, by name; their values are not read.
 
-    Raises: `Damaged` for what is no such file or cut short, `ValueError` for a dtype that NumPy cannot hold.
+    Raises: `DamagedError` for what is no such file or cut short, `ValueError` for a dtype that NumPy cannot hold.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 0 <= length <= min(size - 8, _MOST_HEADER):
-            raise Damaged.file(path, f"{size} bytes without a header", "a safetensors file")
+            raise DamagedError.file(path, f"{size} bytes without a header", "a safetensors file")
         try:
             header = json.loads(file.read(length))
             found = {name: _mapped(path, 8 + length, item) for name, item in header.items() if name != "__metadata__"}
         except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError, KeyError) as error:
-            raise Damaged.file(path, f"a header that cannot be read ({error!r})", "a safetensors file") from error
+            raise DamagedError.file(path, f"a header that cannot be read ({error!r})", "a safetensors file") from error
     end = max((item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"), default=0)
     if 8 + length + end != size:
-        raise Damaged.file(path, f"{size} bytes", f"{8 + length + end}, as its header says")
+        raise DamagedError.file(path, f"{size} bytes", f"{8 + length + end}, as its header says")
     return found
 
 
@@ -214,5 +215,5 @@ def _mapped(path: Path, data: int, item: dict[str, Any]) -> Mapped:
     start, stop = item["data_offsets"]
     wanted = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if stop - start != wanted:
-        raise Damaged.file(path, f"{stop - start} bytes for a tensor of shape {shape}", f"{wanted}")
+        raise DamagedError.file(path, f"{stop - start} bytes for a tensor of shape {shape}", f"{wanted}")
     return Mapped(path, data + start, shape, dtype)

@@ -4,11 +4,11 @@ Comes in: a state, the user's extra. Goes out: host arrays, or arrays that still
 this process is the first to hold. Nothing is communicated; every process makes the same manifest.
 """
 
-import datetime
+import datetime as dt
 import importlib.metadata
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -25,6 +25,9 @@ from ._manifest import Manifest, Stored, StoredValue
 from ._plans import block_record
 from ._store import Shape
 
+# Of a file that several units share.
+_PACKED_BYTES = 2**25
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -33,8 +36,9 @@ class Snapshot:
     Attributes:
 
     - `manifest`: of the whole checkpoint, equal in all processes.
-    - `shapes`: of each of `manifest.stored`.
-    - `shards`: index of the stored array, index of the shard, and its data; the caller may empty it as it writes.
+    - `shapes`: on disk, of each of `manifest.stored`.
+    - `shards`: index of the stored array, index of the shard, and its data, in the order of files and of layers in them;
+      the caller may empty it as it writes.
     - `values`: members of the file of whole arrays; empty except in process 0.
     """
 
@@ -83,7 +87,7 @@ def snapshot(state: Any, extra: Any, what: str, memory: HostMemory | None) -> Sn
     cut = [entry for entry in found if isinstance(entry, Tensors | Blocks)]
     whole = [value for entry in found if isinstance(entry, Value | Parts) for value in _values(entry)]
     _check_whole(whole, what)
-    stored = [_stored(entry, i, plans) for i, entry in enumerate(cut)]
+    stored = _packed([_stored(entry, plans) for entry in cut])
     values = [_value(entry, i) for i, entry in enumerate(whole)]
     manifest = Manifest(
         int(_step(state)),
@@ -94,7 +98,7 @@ def snapshot(state: Any, extra: Any, what: str, memory: HostMemory | None) -> Sn
         extra,
     )
     shapes = tuple(
-        Shape(math.prod(item.stack), entry.layout.plan.num_shards, item.width, stored_dtype(item.dtype))
+        Shape(item.layers, entry.layout.plan.num_shards, item.width, stored_dtype(item.dtype))
         for item, entry in zip(stored, cut, strict=True)
     )
     shards = [
@@ -102,6 +106,8 @@ def snapshot(state: Any, extra: Any, what: str, memory: HostMemory | None) -> Sn
         for i, (entry, shape) in enumerate(zip(cut, shapes, strict=True))
         for k, data in _shards(entry, shape)
     ]
+    # What shares a file stands together, in the order of its layers.
+    shards.sort(key=lambda shard: (stored[shard[0]].array, shard[1], stored[shard[0]].first))
     for _, _, data in shards:
         data.copy_to_host_async()
     if memory is not None:
@@ -126,16 +132,36 @@ def _values(entry: Value | Parts) -> Iterator[Value]:
         end += size
 
 
-def _stored(entry: Tensors | Blocks, number: int, plans: dict[GroupPlan, int]) -> Stored:
+def _stored(entry: Tensors | Blocks, plans: dict[GroupPlan, int]) -> Stored:
     layout = entry.layout
     plan = plans.setdefault(layout.plan, len(plans))
     about = (entry.field, entry.prefix, plan, layout.stack, np.dtype(entry.array.dtype).name)
-    where = f"arrays/{number:04d}"
+    where = ("", math.prod(layout.stack), 0, entry.width)
     if isinstance(entry, Tensors):
         names = None if len(entry.names) == len(layout.plan.slots) else entry.names
-        return Stored("tensors", *about, where, entry.width, names=names)
-    blocks = tuple((name, block_record(block)) for name, block in entry.view.blocks)
-    return Stored("blocks", *about, where, entry.width, blocks, entry.number, entry.each)
+        return Stored("tensors", *about, *where, names=names)
+    blocks = tuple((name, tuple(block_record(block))) for name, block in entry.view.blocks)
+    return Stored("blocks", *about, *where, blocks, entry.number, entry.each)
+
+
+def _packed(arrays: list[Stored]) -> list[Stored]:
+    """Gives each array its place on disk: equal ones of several units are layers of one, since small files are slow."""
+    packs: dict[Any, list[list[int]]] = {}
+    for i, item in enumerate(arrays):
+        same = replace(item, prefix="")
+        runs = packs.setdefault(same, [[]])
+        held = (sum(arrays[j].layers for j in runs[-1]) + item.layers) * item.width * np.dtype(item.dtype).itemsize
+        if runs[-1] and held > _PACKED_BYTES:
+            runs.append([])
+        runs[-1].append(i)
+    found = list(arrays)
+    members = sorted(run for runs in packs.values() for run in runs)
+    for number, run in enumerate(members):
+        first, total = 0, sum(arrays[i].layers for i in run)
+        for i in run:
+            found[i] = replace(arrays[i], array=f"arrays/{number:04d}", layers=total, first=first)
+            first += arrays[i].layers
+    return found
 
 
 def _value(entry: Value, number: int) -> StoredValue:
@@ -180,7 +206,7 @@ def _made(state: Any) -> dict[str, Any]:
     return {
         "vescale_jax": version,
         "jax": jax.__version__,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "kind": type(state).__name__,
         "mesh": {str(name): size for name, size in structure.mesh.shape.items()},
         "axis": structure.axis,

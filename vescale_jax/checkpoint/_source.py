@@ -16,7 +16,7 @@ from vescale_layouts import BlockIndex, block_index, load
 from vescale_planner import Block, GroupPlan, Slot
 
 from ._dtypes import dtype_of, stored_dtype
-from ._errors import Damaged
+from ._errors import DamagedError
 from ._files import MANIFEST, VALUES, hash_of, read_arrays, read_marked
 from ._manifest import Manifest, Stored, StoredValue, parse
 from ._plans import block_of
@@ -46,14 +46,14 @@ class Source:
     tensors: Mapping[Key, tuple[int, Slot]]
     blocks: Mapping[Key, tuple[int, str]]
     values: Mapping[str, StoredValue]
-    _stores: dict[int, Any] = field(default_factory=dict[int, Any])
+    _stores: dict[str, Any] = field(default_factory=dict[str, Any])
     _checked: set[str] = field(default_factory=set[str])
 
     @classmethod
     def open(cls, folder: Path) -> "Source":
         """Opens a checkpoint; reads no array.
 
-        Raises: `Damaged` if it is not complete, `ValueError` if it is of another format.
+        Raises: `DamagedError` if it is not complete, `ValueError` if it is of another format.
         """
         text, files = read_marked(folder)
         manifest = parse(text, folder / MANIFEST)
@@ -82,10 +82,13 @@ class Source:
         return dict(self.index(number).blocks)[name]
 
     def shape(self, number: int) -> Shape:
-        """The shape of a stored array on disk."""
+        """The shape of a stored array on disk, where it may be some layers of a larger one."""
         item = self.manifest.stored[number]
-        shards = self.plan(number).num_shards
-        return Shape(math.prod(item.stack), shards, item.width, stored_dtype(dtype_of(item.dtype)))
+        return Shape(item.layers, self.plan(number).num_shards, item.width, stored_dtype(dtype_of(item.dtype)))
+
+    def layers(self, number: int) -> int:
+        """Layers of a stored array; 1 if it is no stack."""
+        return math.prod(self.manifest.stored[number].stack)
 
     def element_wise(self, key: Key) -> tuple[int, Slot | None]:
         """The stored array with a number for each element of a tensor, in a buffer or by blocks, and the tensor's slot.
@@ -104,12 +107,14 @@ class Source:
     def read(self, number: int, layers: slice, shard: int, start: int, out: np.ndarray) -> tuple[Path, Any]:
         """Starts to read a run of elements of one shard; see `read_into`. Returns what `finish` takes."""
         item, shape = self.manifest.stored[number], self.shape(number)
+        stop = self.layers(number) if layers.stop is None else layers.stop
+        layers = slice(item.first + (layers.start or 0), item.first + stop)
         path = self.folder / item.array / file_of(shard)
         self.check(f"{item.array}/{path.name}", shape)
-        if number not in self._stores:
+        if item.array not in self._stores:
             self.check(f"{item.array}/zarr.json")
-            self._stores[number] = open_for_reading(self.folder / item.array, shape)
-        return path, read_into(self._stores[number], layers, shard, start, out)
+            self._stores[item.array] = open_for_reading(self.folder / item.array, shape)
+        return path, read_into(self._stores[item.array], layers, shard, start, out)
 
     def read_run(self, number: int, layers: slice, start: int, out: np.ndarray) -> list[tuple[Path, Any]]:
         """Starts to read a run of elements `(layers, n)` of a whole array, over as many shards as it takes."""
@@ -130,22 +135,26 @@ class Source:
         - `name`: path within the folder.
         - `shape`: of the array, for the file of a shard. None: a file that is hashed whole.
 
-        Raises: `Damaged`.
+        Raises: `DamagedError`.
         """
         if name in self._checked:
             return
         path = self.folder / name
         if name not in self.files:
-            raise Damaged.file(path, "a file that was not written with this checkpoint", "the files of the manifest")
+            raise DamagedError.file(
+                path, "a file that was not written with this checkpoint", "the files of the manifest"
+            )
         size, wanted = self.files[name]
         try:
             found = path.stat().st_size
             if found != size:
-                raise Damaged.file(path, f"{found} bytes", f"{size}")
+                raise DamagedError.file(path, f"{found} bytes", f"{size}")
             if (fingerprint(path, shape) if shape is not None else hash_of(path)) != wanted:
-                raise Damaged.file(path, "other contents than were written", "the file that belongs to this checkpoint")
+                raise DamagedError.file(
+                    path, "other contents than were written", "the file that belongs to this checkpoint"
+                )
         except OSError as error:
-            raise Damaged.file(path, error.strerror or str(error), f"a file of {size} bytes") from None
+            raise DamagedError.file(path, error.strerror or str(error), f"a file of {size} bytes") from None
         self._checked.add(name)
 
     def read_values(self) -> dict[str, np.ndarray]:
@@ -162,11 +171,11 @@ class Source:
         """
         number, slot = self.tensors[key]
         item, shape = self.manifest.stored[number], self.shape(number)
-        flat = np.empty((shape.layers, slot.size), shape.dtype)
+        flat = np.empty((self.layers(number), slot.size), shape.dtype)
         if flat.size:
             finish(self.read_run(number, slice(None), slot.offset, flat))
         flat = flat.view(dtype_of(item.dtype))
-        if slot.storage == "row_major" or not shape.layers:
+        if slot.storage == "row_major" or not len(flat):
             return flat.reshape((*item.stack, *slot.shape))
         return np.stack([load(slot, layer) for layer in flat]).reshape((*item.stack, *slot.shape))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ._errors import Damaged
+from ._errors import DamagedError
 
 # Large enough that checksums and tables cost nothing, small enough that little is read in vain.
 _CHUNK_BYTES = 2**18
@@ -110,7 +110,7 @@ def create(folder: Path, shape: Shape, *, first: bool) -> Any:
 def open_for_reading(folder: Path, shape: Shape) -> Any:
     """Opens an array.
 
-    Raises: `Damaged` if there is none, or one of another shape.
+    Raises: `DamagedError` if there is none, or one of another shape.
     """
     import tensorstore
 
@@ -118,7 +118,7 @@ def open_for_reading(folder: Path, shape: Shape) -> Any:
         return tensorstore.open({**_spec(folder, shape), "open": True}).result()
     except ValueError as error:
         want = f"the description of an array {(shape.layers, shape.shards, shape.width)} of {shape.dtype}"
-        raise Damaged.file(folder / "zarr.json", _reason(error), want) from error
+        raise DamagedError.file(folder / "zarr.json", _reason(error), want) from error
 
 
 def read_into(store: Any, layers: slice, shard: int, start: int, out: np.ndarray) -> Any:
@@ -145,14 +145,14 @@ def finish(reads: list[tuple[Path, Any]]) -> None:
 
     - `reads`: the file and the future of each; emptied.
 
-    Raises: `Damaged` that names the file which is missing, cut short or changed.
+    Raises: `DamagedError` that names the file which is missing, cut short or changed.
     """
     first: Exception | None = None
     for path, read in reads:
         try:
             read.result()
         except ValueError as error:
-            first = first or Damaged.file(path, _reason(error), "the bytes that were written")
+            first = first or DamagedError.file(path, _reason(error), "the bytes that were written")
     reads.clear()
     if first is not None:
         raise first
@@ -171,11 +171,11 @@ def fingerprint(path: Path, shape: Shape) -> str:
     - `path`: the file of one shard.
     - `shape`: of its array.
 
-    Raises: `Damaged` for a file of another size, or whose table of chunks makes no sense.
+    Raises: `DamagedError` for a file of another size, or whose table of chunks makes no sense.
     """
     size = path.stat().st_size
     if size != shape.file_bytes:
-        raise Damaged.file(path, f"{size} bytes", f"{shape.file_bytes}")
+        raise DamagedError.file(path, f"{size} bytes", f"{shape.file_bytes}")
     count = shape.layers * shape.chunks
     found = 0
     with path.open("rb") as file:
@@ -184,7 +184,9 @@ def fingerprint(path: Path, shape: Shape) -> str:
         for i in sorted({count * k // _SAMPLES for k in range(_SAMPLES)} | {count - 1}):
             start, length = struct.unpack_from("<QQ", table, i * _INDEX_ENTRY)
             if start + length > size:
-                raise Damaged.file(path, "a table of chunks that points outside of it", "the bytes that were written")
+                raise DamagedError.file(
+                    path, "a table of chunks that points outside of it", "the bytes that were written"
+                )
             file.seek(start + length - _CRC)
             found = zlib.crc32(file.read(_CRC), found)
     return f"{found:08x}"

@@ -73,45 +73,49 @@ def _write_part(snapshot: Snapshot, folder: Path, process: int) -> dict[str, lis
         write_arrays(folder / VALUES, snapshot.values)
         files[VALUES] = [(folder / VALUES).stat().st_size, hash_of(folder / VALUES)]
     stored, shapes = snapshot.manifest.stored, snapshot.shapes
-    mine = {i for i, _, _ in snapshot.shards}
+    mine = {stored[i].array for i, _, _ in snapshot.shards}
+    arrays = {item.array: shape for item, shape in zip(stored, shapes, strict=True) if not shape.empty}
+    # Started all at once, and finished then.
     stores = {
-        i: create(folder / item.array, shape, first=first)
-        for i, (item, shape) in enumerate(zip(stored, shapes, strict=True))
-        if not shape.empty and (first or i in mine)
+        name: create(folder / name, shape, first=first) for name, shape in arrays.items() if first or name in mine
     }
-    for i, store in stores.items():
-        with _described(folder / stored[i].array):
-            stores[i] = store.result()
-    pending: deque[tuple[int, int, np.ndarray, Any]] = deque()
+    for name, store in stores.items():
+        with _described(folder / name):
+            stores[name] = store.result()
+    pending: deque[tuple[str, int, np.ndarray, Any]] = deque()
     room = _IN_FLIGHT
 
     def settle() -> int:
-        i, k, data, written = pending.popleft()
-        path = folder / stored[i].array / file_of(k)
+        name, k, data, written = pending.popleft()
+        path = folder / name / file_of(k)
         with _described(path):
             written.result()
-        files[f"{stored[i].array}/{path.name}"] = [path.stat().st_size, fingerprint(path, shapes[i])]
+        files[f"{name}/{path.name}"] = [path.stat().st_size, fingerprint(path, arrays[name])]
         return data.nbytes
 
-    while snapshot.shards:
-        i, k, data = snapshot.shards.pop(0)
-        part = as_stored(np.asarray(data)).reshape(shapes[i].layers, shapes[i].width)
+    shards = snapshot.shards
+    while shards:
+        name, k = stored[shards[0][0]].array, shards[0][1]
+        parts: list[np.ndarray] = []
+        while shards and (stored[shards[0][0]].array, shards[0][1]) == (name, k):
+            data = np.asarray(shards.pop(0)[2])
+            parts.append(as_stored(data).reshape(-1, arrays[name].width))
+        part = np.concatenate(parts) if len(parts) > 1 else parts[0]
         while pending and room < part.nbytes:
             room += settle()
-        written = stores[i][:, k, :].write(part, can_reference_source_data_indefinitely=True)
-        pending.append((i, k, part, written))
+        written = stores[name][:, k, :].write(part, can_reference_source_data_indefinitely=True)
+        pending.append((name, k, part, written))
         room -= part.nbytes
     while pending:
         settle()
-    for i in stores:
-        if (folder / stored[i].array).is_dir():
-            sync_folder(folder / stored[i].array)
+    for name in stores:
+        sync_folder(folder / name)
     if first:
         if stores:
             sync_folder(folder / "arrays")
-        for i in stores:
-            path = folder / stored[i].array / "zarr.json"
-            files[f"{stored[i].array}/zarr.json"] = [path.stat().st_size, hash_of(path)]
+        for name in stores:
+            path = folder / name / "zarr.json"
+            files[f"{name}/zarr.json"] = [path.stat().st_size, hash_of(path)]
     return files
 
 

@@ -14,6 +14,8 @@ Shapes: N shards of S elements (1D), G = N * S; B blocks of r x c in a batch (3D
 """
 
 import functools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -26,6 +28,7 @@ from vescale_layouts import BlockArrays, BlockView, DBuffer, Layout, LocalBlocks
 from vescale_planner import Block, Elements, Faults, Slot, Tile
 
 from ._codes import Code, CodeName
+from ._rule_table import PathOf, RuleRow
 
 ScalarOrSchedule = Any
 """A number, an array without dims, or a function from the count of steps done to one."""
@@ -70,6 +73,24 @@ class AdamW8bitState(NamedTuple):
 
     count: Any
     moments: Any
+
+    def rules(self, path_of: PathOf) -> Iterator[RuleRow]:
+        """A row for each parameter; see `optimizers.describe`."""
+        for keys, pair in jax.tree_util.tree_leaves_with_path(
+            self.moments, is_leaf=lambda x: isinstance(x, Moments8bit)
+        ):
+            if not isinstance(pair, Moments8bit):
+                continue
+            unit, group = (str(getattr(key, "key", key)) for key in keys[-2:])
+            layout = pair.mean.scales.view.layout
+            layers = math.prod(layout.stack)
+            for view, coded in ((pair.mean.scales.view, True), (pair.mean.small.view, False)):
+                for name, block in view.blocks:
+                    slot = layout.plan.slots[name]
+                    size, count = layers * slot.spec.size, layers * math.prod(view.index.shape(name))
+                    how = ("adamw_8bit", "at least min_size", str(block)) if coded else ("adamw", "below min_size", "")
+                    cost = 2 * size + 8 * count if coded else 8 * size
+                    yield RuleRow(path_of(unit, group, name), (*layout.stack, *slot.shape), *how, cost)
 
 
 @dataclass(frozen=True, slots=True)

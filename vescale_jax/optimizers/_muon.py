@@ -1,11 +1,11 @@
 """muon: orthogonalised momentum for matrices, AdamW for everything else, on the flat buffers of a sharded model.
 
-Comes in: gradients and parameters in flat buffers. Goes out: updates and a state that lies as the parameters do. Momentum
-and AdamW are local. Matrices travel to a device that owns them whole for the iteration, and back: twice their bytes in
-all, whatever the number of devices; see `_muon_work.py`.
+Comes in: gradients and parameters in flat buffers. Goes out: updates and a state that lies as the parameters do.
+Momentum and AdamW are local. Matrices travel to a device that owns them whole for the iteration, and back: twice their
+bytes in all, whatever the number of devices; see `_muon_work.py`.
 
-Muon is Keller Jordan's (https://kellerjordan.github.io/posts/muon, 2024); weight decay and the scale that matches AdamW's
-are those of Liu et al. (arXiv 2502.16982). The formulas are those of `optax.contrib.muon`.
+Muon is Keller Jordan's (https://kellerjordan.github.io/posts/muon, 2024); weight decay and the scale that matches
+AdamW's are those of Liu et al. (arXiv 2502.16982). The formulas are those of `optax.contrib.muon`.
 
 Shapes: N shards of S elements, G = N * S; for a stack of L layers (L, G).
 """
@@ -95,8 +95,8 @@ def muon(
     - `exchange_dtype`: in which matrices travel; bfloat16 halves the bytes.
     - `compute_dtype`: of the products of the iteration; bfloat16 is what Muon was proposed with.
     - `chunk`: elements of equal matrices in a layer, such as experts, that are worked on at a time, at most.
-    - `turn_layers`: of a stack that lies in one buffer, the layers that each device is sent at a time. None: all, by one
-      all_to_all there and one back, which takes twice the bytes of the shards in temporary memory. A number that
+    - `turn_layers`: of a stack that lies in one buffer, the layers that each device is sent at a time. None: all, by
+      one all_to_all there and one back, which takes twice the bytes of the shards in temporary memory. A number that
       divides the layers a device gets bounds that; the exchange is in a loop then.
 
     Returns: an optax transformation over `model.params`, for `train_state` and `train_step`. Updates have the dtype of
@@ -107,8 +107,8 @@ def muon(
     """
     coefficients = _coefficients(ns_coeffs, ns_steps)
     _check(beta, eps, adam_b1, adam_b2, chunk, turn_layers)
-    dtypes = (jnp.dtype(dtype) for dtype in (exchange_dtype, compute_dtype))
-    iteration = Iteration(coefficients, eps, consistent_rms, *dtypes, chunk, turn_layers)
+    sent, computed = jnp.dtype(exchange_dtype), jnp.dtype(compute_dtype)
+    iteration = Iteration(coefficients, eps, consistent_rms, sent, computed, chunk, turn_layers)
     settings = Settings(beta, nesterov, jnp.dtype(momentum_dtype))
     adam = Adam(adam_b1, adam_b2, eps, adam_weight_decay)
 
@@ -132,15 +132,15 @@ def muon(
         momenta = [_momentum(settings, g, m) for g, m in zip(grads, moments, strict=True)]
         found = [source_of(m) for m in moments]
         work = work_of(tuple(source for source in found if source is not None))
-        direction = functools.partial(_direction, settings, count.astype(jnp.float32))
+        direction, t = functools.partial(_direction, settings), count.astype(jnp.float32)
         taken = [(g.data, m) for g, m in zip(grads, momenta, strict=True) if m is not None]
-        done = orthogonalise(work, iteration, direction, -rate, *zip(*taken, strict=True)) if taken else []
+        done = orthogonalise(work, iteration, direction, t, -rate, *zip(*taken, strict=True)) if taken else []
         orthogonal = iter(done)
         new: list[Any] = []
         for g, p, m, momentum in zip(grads, buffers, moments, momenta, strict=True):
             wide = p.data.astype(jnp.float32)
             kept = None if momentum is None else DBuffer(momentum.astype(momentum_dtype), p.layout)
-            # In place: gradients become updates but for weight decay, which is the matrices' and taken back from AdamW's.
+            # In place: gradients become updates but for weight decay, which is given back to AdamW's parameters.
             out = g.data if kept is None else next(orthogonal)
             decay = 0.0 if kept is None else rate * weight_decay
             out, mean, rms = adam_step(adam, count, adam_rate, decay, out, wide, m)
@@ -183,7 +183,9 @@ def _momentum(settings: Settings, grad: DBuffer, moments: MuonMoments) -> jax.Ar
     """The new momentum of a group, float32 (G,); None without matrices."""
     if moments.momentum is None:
         return None
-    return settings.beta * moments.momentum.data.astype(jnp.float32) + (1 - settings.beta) * grad.data.astype(jnp.float32)
+    return settings.beta * moments.momentum.data.astype(jnp.float32) + (1 - settings.beta) * grad.data.astype(
+        jnp.float32
+    )
 
 
 def _direction(settings: Settings, t: jax.Array, g: jax.Array, m: jax.Array) -> jax.Array:
@@ -234,11 +236,13 @@ def _rulings(params: Any, rules: Any) -> dict[tuple[str, ...], tuple[Ruling, ...
 
 
 def _coefficients(given: Sequence[Any], steps: int) -> tuple[tuple[float, ...], ...]:
-    triples = [tuple(triple) for triple in given] if given and isinstance(given[0], Sequence) else [tuple(given)] * steps
+    triples = (
+        [tuple(triple) for triple in given] if given and isinstance(given[0], Sequence) else [tuple(given)] * steps
+    )
     if not triples or any(len(triple) != 3 for triple in triples):
         raise ValueError(
-            f"muon: ns_coeffs: got {given!r} for {steps} steps; want a, b, c, or such a triple for each of at least one "
-            "step; leave it out, or pass three numbers"
+            f"muon: ns_coeffs: got {given!r} for {steps} steps; want a, b, c, or such a triple for each of at least "
+            "one step; leave it out, or pass three numbers"
         )
     return tuple(tuple(float(number) for number in triple) for triple in triples)
 

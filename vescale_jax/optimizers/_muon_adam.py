@@ -1,8 +1,8 @@
 """AdamW for the parameters of a group that are no matrices; nothing leaves the device.
 
-Comes in: gradients and parameters of whole groups, flat. Goes out: updates in the places of AdamW's parameters, and their
-moments. Where most of a group is AdamW's, the moments are buffers like any other. Where most of it are matrices, there
-is room for AdamW's own elements only, found by the tables of a `BlockView`.
+Comes in: gradients and parameters of whole groups, flat. Goes out: updates in the places of AdamW's parameters, and
+their moments. Where most of a group is AdamW's, the moments are buffers like any other. Where most of it are matrices,
+there is room for AdamW's own elements only, found by the tables of a `BlockView`.
 
 Shapes: see `_muon.py`.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from vescale_layouts import BlockArrays, BlockView, DBuffer, Layout, LocalBlocks
@@ -44,7 +45,13 @@ def adam_zeros(layout: Layout, found: tuple[Ruling, ...]) -> Any:
 
 
 def adam_step(
-    adam: Adam, count: jax.Array, rate: jax.Array, decay: Any, buffer: jax.Array, params: jax.Array, moments: MuonMoments
+    adam: Adam,
+    count: jax.Array,
+    rate: jax.Array,
+    decay: Any,
+    buffer: jax.Array,
+    params: jax.Array,
+    moments: MuonMoments,
 ) -> tuple[jax.Array, Any, Any]:
     """One step for a group: gradients become updates.
 
@@ -92,31 +99,30 @@ def _view(layout: Layout, names: tuple[str, ...]) -> BlockView:
 
 def _on_blocks(adam: Adam, view: BlockView, scalars: Any, buffers: Any, mean: Any, rms: Any) -> tuple[Any, Any, Any]:
     """One step where a group is mostly matrices. All layers of a stack at once, and written in place."""
-    dims = len(view.layout.stack)
+    dims, axis = len(view.layout.stack), view.layout.axis
 
-    def on_device(tables: Any, buffers: Any, moments: Any, scalars: Any) -> Any:
-        local = LocalBlocks(view, tuple(table[0] for table in tables))
+    def on_device(buffers: Any, moments: Any, scalars: Any) -> Any:
+        device = lax.axis_index(axis)
+        local = LocalBlocks(view, tuple(jnp.asarray(batch.runs)[device] for batch in view.batches))
         out, p = (x.reshape(-1, x.shape[-1]) for x in buffers)
         mean, rms = ([x.reshape(-1, *x.shape[dims:]) for x in moment] for moment in moments)
         blocks = (jax.vmap(local.split)(x) for x in (out, p))
-        steps = [
-            _step(adam, scalars, g, p, m, r) for g, p, m, r in zip(*blocks, mean, rms, strict=True)
-        ]
+        steps = [_step(adam, scalars, g, p, m, r) for g, p, m, r in zip(*blocks, mean, rms, strict=True)]
         update, m, r = zip(*steps, strict=True)
         out = jax.vmap(lambda blocks, onto: local.join(blocks, onto=onto))(list(update), out)
         back = [[x.reshape(*view.layout.stack, *x.shape[1:]) for x in moment] for moment in (m, r)]
         return out.reshape(buffers[0].shape), *back
 
-    cut, part, whole = PartitionSpec(view.layout.axis), view.layout.spec, PartitionSpec()
+    part, whole = view.layout.spec, PartitionSpec()
     mapped = jax.shard_map(
         on_device,
         mesh=view.layout.mesh,
-        in_specs=(cut, part, part, whole),
+        in_specs=(part, part, whole),
         out_specs=part,
-        axis_names={view.layout.axis},
+        axis_names={axis},
         check_vma=False,
     )
-    return mapped([batch.runs for batch in view.batches], tuple(buffers), (tuple(mean), tuple(rms)), scalars)
+    return mapped(tuple(buffers), (tuple(mean), tuple(rms)), scalars)
 
 
 def _step(adam: Adam, scalars: Any, g: Any, p: Any, m: Any, r: Any) -> tuple[Any, Any, Any]:

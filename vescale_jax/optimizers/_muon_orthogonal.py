@@ -8,6 +8,7 @@ number. That of the exchange does, unless it is done in turns.
 Shapes: see `_muon_work.py`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ Direction = Callable[[jax.Array, jax.Array], jax.Array]
 def orthogonalise(
     work: Work,
     iteration: Iteration,
-    direction: Direction,
+    direction: Callable[..., jax.Array],
+    count: jax.Array,
     factor: jax.Array,
     grads: Sequence[jax.Array],
     momenta: Sequence[jax.Array],
@@ -74,7 +76,8 @@ def orthogonalise(
 
     - `work`: what is to be done.
     - `iteration`: how.
-    - `direction`: called on parts of buffers.
+    - `direction`: a `Direction`, but for its first argument, which is `count`; called on parts of buffers.
+    - `count`: a scalar, the number of the step.
     - `factor`: a scalar that the scaled orthogonal matrices are multiplied by.
     - `grads`, `momenta`: a global array `(*stack, G)` for each of `work.sources`.
 
@@ -84,21 +87,21 @@ def orthogonalise(
     mesh, axis = layouts[0].mesh, layouts[0].axis
     specs = [layout.spec for layout in layouts]
 
-    def on_device(device: jax.Array, factor: jax.Array, grads: Any, momenta: Any) -> list[jax.Array]:
+    def on_device(count: jax.Array, factor: jax.Array, grads: Any, momenta: Any) -> list[jax.Array]:
         pairs = [(g.reshape(-1, g.shape[-1]), m.reshape(-1, m.shape[-1])) for g, m in zip(grads, momenta, strict=True)]
-        done = _done(work, iteration, direction, factor, axis, device[0], pairs)
+        step = functools.partial(direction, count)
+        done = _done(work, iteration, step, factor, axis, lax.axis_index(axis), pairs)
         return [x.reshape(g.shape) for g, x in zip(grads, done, strict=True)]
 
     mapped = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(PartitionSpec(axis), PartitionSpec(), specs, specs),
+        in_specs=(PartitionSpec(), PartitionSpec(), specs, specs),
         out_specs=specs,
         axis_names={axis},
         check_vma=False,
     )
-    # The number of the device is data: in every program, whatever else is partitioned in it.
-    return mapped(jnp.arange(mesh.shape[axis], dtype=jnp.int32), factor, list(grads), list(momenta))
+    return mapped(count, factor, list(grads), list(momenta))
 
 
 def _done(

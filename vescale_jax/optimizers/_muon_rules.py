@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vescale_jax._rules import resolve
 from vescale_planner import Faults
 
-from .._rules import resolve
 from ._muon_matrix import Matrix
 
 Choice = Matrix | Literal["muon", "adamw"]

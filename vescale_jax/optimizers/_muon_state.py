@@ -28,8 +28,8 @@ class MuonMoments:
     Attributes:
 
     - `momentum`: a `DBuffer` of the gradient's mean; None where the group has no matrices.
-    - `mean`, `rms`: AdamW's moments, of the second the root, float32: `DBuffer`s, or `BlockArrays` of its own parameters
-      where most of the group are matrices; None where all are.
+    - `mean`, `rms`: AdamW's moments, of the second the root, float32: `DBuffer`s, or `BlockArrays` of its own
+      parameters where most of the group are matrices; None where all are.
     - `layout`: of the group.
     - `rulings`: what becomes of each parameter, in slot order.
     """

@@ -27,8 +27,8 @@ def newton_schulz(
 
     - `x`: `(B, m, n)` or `(m, n)`.
     - `coefficients`: a, b, c for every step.
-    - `eps`: added to the norm. It is taken in the units of `x`, though the norm is computed of `x` divided by its largest
-      element, so that no square overflows or vanishes.
+    - `eps`: added to the norm. It is taken in the units of `x`, though the norm is computed of `x` divided by its
+      largest element, so that no square overflows or vanishes.
     - `dtype`: of the products.
 
     Returns: of the shape and dtype of `x`. Zeros stay zeros; there is no gradient too large or too small.

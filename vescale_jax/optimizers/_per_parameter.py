@@ -51,8 +51,8 @@ def per_parameter(tx: Any, model: Sharded) -> optax.GradientTransformationExtraA
     Returns: an optax transformation over `model.params`, for `train_state` and `train_step`. Its state has the
     structure of the optimizer's, with buffers, or a `Columns`, in the place of every tree of parameters.
 
-    Raises: `TypeError` if `model` is no sharded model. `init` and `update` raise `ValueError` that names the parameters
-    which the optimizer treats in a way that is not supported.
+    Raises: `TypeError` if `model` is no sharded model, `ValueError` if nothing in it is trained. `init` and `update`
+    raise `ValueError` that names the parameters which the optimizer treats in a way that is not supported.
     """
     inner = optax.with_extra_args_support(tx)
     target = Target.of(model)

@@ -29,7 +29,7 @@ _CALLS = {
     for name in names
 }
 _ELEMENTWISE_NAMES = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj
+abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj
 convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
 is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count pow real
 reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
@@ -108,6 +108,15 @@ class Graph:
         order = tuple(node.members[tensor].kept.index(dim) for dims in axes for dim in dims)
         lengths = tuple(math.prod(own[dim] for dim in dims) for dims in axes)
         return self.shaped(Value(self.nodes.whole("pick", (node,), (tensor, sizes, order, lengths), node.dtype)), shape)
+
+    def part(self, x: Value, kept: Dims) -> Value:
+        """A value that is spread over shards as one that every device has, with the dims that are not of size 1."""
+        assert x.node is not None
+        assert x.home is not None
+        key = "reduce", "sum", x.node
+        return Value(
+            self.nodes.member(key, x.home, "part", (x.node,), "sum", x.node.dtype, Member(kept)), x.home, x.axes
+        )
 
     def _equation(self, eqn: Any, operands: list[Operand]) -> list[Operand]:
         name = eqn.primitive.name

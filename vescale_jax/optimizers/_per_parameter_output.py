@@ -109,6 +109,8 @@ def _nodes(graph: Graph, want: Wanted) -> dict[int, Node | None]:
             rows = all(not dims or dims == (k,) for k, dims in enumerate(x.axes))
             if not (rows if want.shard else dims == sorted(dims)):
                 found[tensor] = graph.fault(home, "exchanges its dims").node
+            elif not want.shard and x.node.store == "shard":
+                found[tensor] = graph.part(x, want.kept[tensor]).node
     return found
 
 

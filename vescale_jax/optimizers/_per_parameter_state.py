@@ -6,7 +6,8 @@ each leaf of it is kept. A tree like that of the parameters is a *column*, one l
 - leaves of the parameters' shapes lie in buffers, each where its parameter lies. Columns that have no parameter in
   common, such as the moments of two labels, share one buffer, so that labels cost no memory;
 - smaller leaves, such as one number a parameter or the sums of rows, lie in one small vector a buffer, which every
-  device has whole.
+  device has whole. So do leaves of the parameters' shapes where a buffer would hold little else than padding, such as
+  the second moments of the vectors in Adafactor.
 
 All other leaves are as they are.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -26,6 +28,9 @@ from vescale_planner import Faults
 
 from ._per_parameter_nodes import Dims, Home
 from ._per_parameter_target import Buffer, Target
+
+# A buffer of which less than this part would be used is none.
+_SMALL_PART = 16
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -199,6 +204,7 @@ def state_spec(tx: Any, target: Target) -> StateSpec:
     faults = Faults("per_parameter")
     cells: list[Cell] = []
     entries: list[Any] = []
+    small: list[tuple[Any, list[Cell]]] = []
     for node in nodes:
         if not _is_column(places, node):
             leaf = leaves[node]
@@ -212,20 +218,18 @@ def state_spec(tx: Any, target: Target) -> StateSpec:
                 columns.setdefault((jax.tree_util.keystr(path), like), {})[home] = number
         entry: tuple[list[list[int]], list[list[int]]] = ([], [])
         for (_, like), column in columns.items():
-            mine: list[int] = []
-            for cell in _cells(column, like, leaves, target, faults):
-                shared = next((k for k, other in enumerate(cells) if like and _has_room(other, cell)), None)
-                if shared is not None:
-                    other = cells[shared]
-                    cells[shared] = replace(
-                        other, leaves={**other.leaves, **cell.leaves}, shapes={**other.shapes, **cell.shapes}
-                    )
-                else:
-                    mine.append(len(cells))
-                    cells.append(cell)
-            entry[0 if like else 1].append(mine)
+            found = _cells(column, like, leaves, target, faults)
+            few = [cell for cell in found if like and _is_small(cell, target)]
+            mine = [_place(cell, cells) for cell in found if cell not in few]
+            entry[0 if like else 1].append([number for number in mine if number is not None])
+            small.append((entry, few))
         entries.append(entry)
     faults.raise_if_any()
+    # The rest goes where there is room, when all else has a place, or is kept whole by every device.
+    for entry, few in small:
+        numbers = [_place(cell, cells, replace(cell, shard=False)) for cell in few]
+        if any(number is not None for number in numbers):
+            entry[1].append([number for number in numbers if number is not None])
     return StateSpec(logical, treedef, tuple(entries), tuple(cells), target.buffers)
 
 
@@ -255,6 +259,8 @@ def _cells(
                 want, change = "state over some dims of the parameter", "choose another optimizer"
                 faults.add(target.paths[buffer, tensor], got=got, want=want, change=change)
             kept[tensor] = choices[0] if len(choices) == 1 else None
+        if like:
+            kept = {i: tuple(dim for dim, size in enumerate(leaves[k].shape) if size != 1) for i, k in numbers.items()}
         sizes = {tensor: leaves[number].shape for tensor, number in numbers.items()}
         found.append(Cell(buffer, like, dtype, numbers, sizes, kept))
     return found
@@ -268,6 +274,26 @@ def _dims_of(shape: Dims, own: Dims) -> list[Dims]:
     candidates = [k for k, size in enumerate(own) if size != 1]
     found = itertools.combinations(candidates, len(real))
     return [dims for dims in found if [own[dim] for dim in dims] == real]
+
+
+def _place(cell: Cell, cells: list[Cell], otherwise: Cell | None = None) -> int | None:
+    """Puts a cell into one that has room, or adds it, perhaps in another form; the number of a new one."""
+    for number, other in enumerate(cells):
+        if cell.shard and _has_room(other, cell):
+            shapes = {**other.shapes, **cell.shapes}
+            cells[number] = replace(other, leaves={**other.leaves, **cell.leaves}, shapes=shapes)
+            return None
+    cells.append(otherwise or cell)
+    return len(cells) - 1
+
+
+def _is_small(cell: Cell, target: Target) -> bool:
+    """Whether a buffer would hold next to nothing: on any mesh, the same."""
+    layout = target.buffers[cell.buffer].layout
+    held = sum(math.prod(shape) for shape in cell.shapes.values())
+    plain = all(layout.plan.ordered_slots[tensor].storage != "tiled" for tensor in cell.leaves)
+    whole = math.prod(layout.stack) * layout.plan.tensor_size
+    return plain and jnp.issubdtype(cell.dtype, jnp.floating) and held * _SMALL_PART <= whole
 
 
 def _has_room(other: Cell, cell: Cell) -> bool:

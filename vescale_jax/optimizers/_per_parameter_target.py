@@ -62,6 +62,11 @@ class Target:
             for unit, group in each_group(structure.units)
             if group.trainable
         )
+        if not buffers:
+            raise ValueError(
+                "per_parameter: got a model without trainable parameters; want one at least; pass another rule for "
+                "trainable to fully_shard"
+            )
         shapes: dict[Home, Dims] = {}
         paths: dict[Home, str] = {}
         for k, buffer in enumerate(buffers):

@@ -24,7 +24,7 @@ from vescale_planner import Faults, Tile
 from ._adamw_8bit import ScalarOrSchedule, is_buffer, rounded, scaled
 from ._roots import TINY, RootMethod, inverse_root, largest, norm, product
 from ._rule_table import PathOf, RuleRow
-from ._shampoo_blocks import Choice, Costs, check_buffers, check_numbers, rule_rows, views
+from ._shampoo_blocks import Choice, Costs, check_buffers, check_numbers, filled, rule_rows, views
 from ._shampoo_elements import Correction, adam, correction, new_mean, new_rms, seen
 from ._shampoo_statistics import Statistics, accumulated, by_batch, by_name, sides
 
@@ -297,7 +297,7 @@ def _on_tiles(settings: Settings, view: BlockView, scalars: Scalars, buffers: An
 
     written = (out,) if velocity is None else (out, velocity)
     read = (g, mean) if settings.grafting in ("adagrad", "adam") else (g,)
-    exist = jnp.ones_like(g, bool)
+    exist = filled(view.layout, True)
     new, of_blocks = view.update(
         functools.partial(_tiles, settings),
         written,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from vescale_layouts import BlockView, Layout
 from vescale_planner import Elements, Faults, Slot, Tile
@@ -95,6 +96,11 @@ def views(choice: Choice, layout: Layout) -> Views:
         if tiles[name] is None
     }
     return Views(BlockView.of(layout, {n: b for n, b in tiles.items() if b is not None}), BlockView.of(layout, rest))
+
+
+def filled(layout: Layout, value: bool | float) -> jax.Array:
+    """An array like the buffer, bool or float32, that holds one value; split, `True` says which elements exist."""
+    return jax.device_put(jnp.full(layout.buffer_shape, value, bool if value is True else jnp.float32), layout.sharding)
 
 
 def check_buffers(choice: Choice, params: Any, what: str) -> None:

@@ -67,9 +67,7 @@ def accumulated(statistics: Statistics, grad: jax.Array, decay: float) -> Statis
         old = rounded(rounded(old * ratio) * ratio)
         return old + rounded(seen) if decay == 1 else rounded(decay * old) + rounded((1 - decay) * seen)
 
-    return Statistics(
-        new, joined(left, product(grad, grad, (2, 2))), joined(right, product(grad, grad, (1, 1)))
-    )
+    return Statistics(new, joined(left, product(grad, grad, (2, 2))), joined(right, product(grad, grad, (1, 1))))
 
 
 def by_batch(held: Any) -> list[Any]:

@@ -26,7 +26,7 @@ from vescale_planner import Faults, Tile
 from ._adamw_8bit import ScalarOrSchedule, is_buffer, scaled
 from ._roots import product
 from ._rule_table import PathOf, RuleRow
-from ._shampoo_blocks import Choice, Costs, check_buffers, check_numbers, rule_rows, views
+from ._shampoo_blocks import Choice, Costs, check_buffers, check_numbers, filled, rule_rows, views
 from ._shampoo_elements import Correction, adam, correction, new_mean, new_rms
 from ._shampoo_statistics import Statistics, accumulated, by_batch, by_name, sides
 from ._soap_basis import first_basis, refreshed
@@ -219,10 +219,10 @@ def _direction(settings: Settings, scalars: Scalars, grad: DBuffer, moments: Soa
     own = views(settings.choice, grad.layout)
     g = grad.data.astype(jnp.float32)
     mean = g if moments.mean is None else new_mean(moments.mean.data, g, settings.b1)
-    written, read = (jnp.zeros_like(g), moments.rms.data), (g, mean)
+    written, read = (filled(grad.layout, 0.0), moments.rms.data), (g, mean)
     held: Any = moments.statistics, moments.bases
     if own.tiles.batches:
-        read_too = *read, jnp.ones_like(g, bool)
+        read_too = *read, filled(grad.layout, True)
         step = functools.partial(_tiles, settings)
         written, of_blocks = own.tiles.update(
             step, written, by_batch(held), read=read_too, replicated=scalars, chunk=settings.chunk

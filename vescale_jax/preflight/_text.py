@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "s1": 1, "u1": 1}
 """Bits of an element where they are not the digits of the name."""
@@ -44,7 +44,7 @@ class Array:
         return -(-self.elements * bits(self.dtype) // 8)
 
 
-Shape: TypeAlias = "Array | tuple[Shape, ...]"
+Shape = Array | tuple[Any, ...]
 """The type of a value: an array, or a tuple of types."""
 
 

@@ -77,8 +77,8 @@ def _gpus(chip: Chip, numbers: tuple[int, ...], topology: str) -> list[Any]:
         )
     from jax.experimental import topologies
 
-    # XLA's partition is what shares links, and that is a node. Told of 64 GPUs in one, it puts a small all-reduce into a
-    # kernel for one node, which does not compile (JAX 0.12).
+    # XLA's partition is what shares links, and that is a node. Told of 64 GPUs in one, it puts a small all-reduce into
+    # a kernel for one node, which does not compile (JAX 0.12).
     gpus = numbers[-1:]
     full = (math.prod(numbers[:-1]), 1, *gpus)
     made = topologies.get_topology_desc(

@@ -68,9 +68,9 @@ def test_every_file_is_missed_and_named(kind: str, whole: Path, state: vs.TrainS
             vs.checkpoint.restore(broken, state)
         text = str(caught.value)
         assert str(broken / name) in text, text
-        assert isinstance(caught.value, vs.checkpoint.Damaged), text
+        assert isinstance(caught.value, vs.checkpoint.DamagedError), text
         assert "restore an older checkpoint" in text
-        with pytest.raises(vs.checkpoint.Damaged):
+        with pytest.raises(vs.checkpoint.DamagedError):
             vs.checkpoint.verify(broken)
         shutil.rmtree(broken)
 
@@ -88,8 +88,10 @@ def test_every_byte_of_the_arrays_counts(whole: Path, state: vs.TrainState, tmp_
         (broken / name).write_bytes(data)
         try:
             found = vs.checkpoint.restore(broken, state).state
-        except vs.checkpoint.Damaged as error:
-            assert name in str(error)
+        except vs.checkpoint.DamagedError as error:
+            found = str(error)
+        if isinstance(found, str):
+            assert name in found
         else:
             states.assert_same(found, state)
         shutil.rmtree(broken)
@@ -104,7 +106,7 @@ def test_files_of_another_save(whole: Path, state: vs.TrainState, meshes: dict[i
         shutil.copytree(whole, mixed)
         shutil.copy(other / name, mixed / name)
         if (other / name).read_bytes() != (whole / name).read_bytes():
-            with pytest.raises(vs.checkpoint.Damaged, match=name):
+            with pytest.raises(vs.checkpoint.DamagedError, match=name):
                 vs.checkpoint.restore(mixed, states.make(meshes[2], TREE, abstract=True))
         shutil.rmtree(mixed)
 
@@ -152,7 +154,7 @@ def test_goes_back_to_the_one_before(state: vs.TrainState, tmp_path: Path) -> No
         assert found is not None
         assert found.step == 2
         states.assert_same(found.state, at(state, 2))
-        with pytest.raises(vs.checkpoint.Damaged):
+        with pytest.raises(vs.checkpoint.DamagedError):
             checkpointer.restore(state, step=3)
         # Saved again, it is the newest; the damaged one is older and goes in its time.
         checkpointer.save(at(state, 3), wait=True)
@@ -195,7 +197,9 @@ def test_a_full_disk(small_disk: Path, state: vs.TrainState) -> None:
 def test_a_file_that_grows_too_large(tmp_path: Path) -> None:
     """A limit on the size of files stands for a full disk where mounting is not allowed."""
     program = Path(__file__).with_name("limited.py")
-    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "free space or choose another folder" in done.stdout
     assert "still there: (1,)" in done.stdout

@@ -161,10 +161,10 @@ def test_what_does_not_fit_is_named_all_at_once(file: Path, meshes: dict[int, Me
     assert "bf16: got a tensor that the model has no place for" in text
     for damage, match in ((b"", "without a header"), (b"\xff" * 20, "without a header")):
         (tmp_path / "a.safetensors").write_bytes(damage)
-        with pytest.raises(vs.checkpoint.Damaged, match=match):
+        with pytest.raises(vs.checkpoint.DamagedError, match=match):
             import_safetensors(tmp_path, target)
     (tmp_path / "a.safetensors").write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(vs.checkpoint.Damaged, match="as its header says"):
+    with pytest.raises(vs.checkpoint.DamagedError, match="as its header says"):
         import_safetensors(tmp_path, target)
     with pytest.raises(ValueError, match="in two files"):
         import_safetensors([file, file], target)

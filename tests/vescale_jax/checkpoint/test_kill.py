@@ -42,7 +42,7 @@ def test_killed_runs_lose_nothing_but_what_was_not_complete(meshes: dict[int, Me
         assert len(found) in (1, 2, 3)
         for item in found:
             vs.checkpoint.verify(item.path)
-    steps = found[-1].step + 3
+    steps = saved(tmp_path)[-1].step + 3
     subprocess.run([sys.executable, str(PROGRAM), str(tmp_path), str(steps)], check=True, stdout=subprocess.DEVNULL)
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
     assert unfinished or KILLS < 10, "no kill fell into a save"

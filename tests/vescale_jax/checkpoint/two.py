@@ -37,9 +37,11 @@ def main() -> None:
                 warnings.simplefilter("always")
                 found = checkpointer.restore(target)
             assert sum("going back to" in str(w.message) for w in heard) == 1
+            assert found is not None
             print(found.path.name, flush=True)
             return
         found = checkpointer.restore(target)
+        assert found is not None
         if action == "again":
             checkpointer.save(found.state, found.extra)
             checkpointer.wait()

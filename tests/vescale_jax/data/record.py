@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import vescale_jax as vs
 from vescale_jax.preflight import Rates, Workload, chip, devices, preflight
 
-WIDTH, ROWS = 64, 4
+WIDTH, ROWS = 64, 8
 
 
 def build():
