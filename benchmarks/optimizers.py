@@ -199,8 +199,8 @@ def muon(tree: Any, mesh: Mesh, rounds: int) -> dict[str, Any]:
     }
 
 
-def ratios(tree: Any, mesh: Mesh, rounds: int) -> dict[str, Any]:
-    """Every optimizer, over AdamW."""
+def ratios(tree: Any, mesh: Mesh, rounds: int, names: str) -> dict[str, Any]:
+    """The optimizers with some names, over AdamW."""
     elements, tiles = Elements(256), Tile(32, 32)
     wanted: dict[str, tuple[Any, Any]] = {
         "adamw": (optax.adamw(1e-3), elements),
@@ -210,7 +210,9 @@ def ratios(tree: Any, mesh: Mesh, rounds: int) -> dict[str, Any]:
     # Not by eigenvalues: jaxlib's eigh can hang where several virtual CPU devices call it at once.
     wanted["shampoo"] = (vs.optimizers.shampoo(1e-3, block_size=32, roots="newton"), tiles)
     wanted["soap"] = (vs.optimizers.soap(1e-3, block_size=32), tiles)
-    runs = {name: ours(tx, tree, mesh, blocks=blocks) for name, (tx, blocks) in wanted.items()}
+    runs = {
+        name: ours(tx, tree, mesh, blocks=blocks) for name, (tx, blocks) in wanted.items() if name in names.split(",")
+    }
     found, _ = paired(runs, rounds, "adamw")
     return {
         name: {"time_over_adamw": found[name], "collective_bytes": wire_bytes(run[1])[0]} for name, run in runs.items()
@@ -243,7 +245,7 @@ def without_planner(tx: Any, tree: Any, mesh: Mesh) -> tuple[Any, Any]:
         updates, state = tx.update(move(grads, whole), state, move(params, whole))
         return move(updates, naive), state
 
-    state = move(planned.params, naive), jax.jit(tx.init)(planned.params)
+    state = move(planned.params, naive), vs.train_state(planned, tx).opt_state
     return state, _jitted(optax.GradientTransformation(tx.init, update), state)
 
 
@@ -317,12 +319,14 @@ def main() -> None:
     for name, default in (("width", 256), ("layers", 8), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--only", default="muon,ratios,table_2", help="parts, with commas between")
+    every = "adamw,adamw_8bit,muon,shampoo,soap"
+    parser.add_argument("--optimizers", default=every, help="of the ratios, adamw among them")
     parser.add_argument("--json", action="store_true", help="print one line of JSON and nothing else")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("fsdp",))
     tree = parameters(args.width, args.layers)
-    parts = {"muon": muon, "ratios": ratios, "table_2": table_2}
+    parts = {"muon": muon, "ratios": partial(ratios, names=args.optimizers), "table_2": table_2}
     result: dict[str, Any] = {name: parts[name](tree, mesh, args.rounds) for name in args.only.split(",")}
     result["jax"] = jax.__version__
     if args.json:

@@ -1,9 +1,11 @@
 """The training step through this library and through per-tensor NamedSharding FSDP, side by side.
 
-    python benchmarks/step.py [--json] [--width 256] [--layers 4] [--length 128] [--rows 32] [--rounds 15] [--keep]
+    python benchmarks/step.py [--json] [--form list|stack|rolled] [--width 256] [--layers 4] [--length 128]
+                              [--rows 32] [--rounds 15] [--prefetch 0] [--keep]
 
 Both train the example's language model with AdamW on 8 virtual CPU devices, in float32, since CPU devices emulate
-bfloat16. The baseline is what the Flax guide and MaxText do: each parameter is cut over the first of its dims that the
+bfloat16. Its layers are a list, or a stack under `nnx.scan`; `rolled` is a list that the library runs as a stack, against
+the list. The baseline is what the Flax guide and MaxText do: each parameter is cut over the first of its dims that the
 devices divide, the batch over rows, and the partitioner puts in the collectives, one a tensor; a tensor that nothing
 divides is replicated. Sizes are chosen so that all matrices divide, in favour of the baseline. `XLA_FLAGS` in the
 environment count for both.
@@ -47,19 +49,20 @@ def loss_of(model: LanguageModel, batch: dict[str, jax.Array]) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
 
 
-def ours(build: Callable[[], LanguageModel], mesh: Mesh, tx: Any, reshard: bool) -> tuple[Any, Any]:
+def ours(build: Callable[[], LanguageModel], mesh: Mesh, tx: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     """The sharded state and the step, as a user of the library writes them."""
-    model = vs.fully_shard(build, mesh, reshard_after_forward=reshard)
+    model = vs.fully_shard(build, mesh, **options)
     return vs.train_state(model, tx), vs.train_step(loss_of, tx)
 
 
-def theirs(build: Callable[[], LanguageModel], mesh: Mesh, tx: Any) -> tuple[Any, Any]:
+def theirs(build: Callable[[], LanguageModel], mesh: Mesh, tx: Any, stacked: bool, layers: int) -> tuple[Any, Any]:
     """The state with one sharding a tensor, and the jitted step."""
     replicated, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("fsdp"))
 
     def sharding(x: Any) -> NamedSharding:
         for dim, size in enumerate(x.shape):
-            if size % DEVICES == 0:
+            # Not over the layers of a stack, which would gather all of it for each layer.
+            if size % DEVICES == 0 and not (stacked and dim == 0 and size == layers and x.ndim > 1):
                 return NamedSharding(mesh, PartitionSpec(*[None] * dim, "fsdp"))
         return replicated
 
@@ -109,6 +112,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("width", 256), ("layers", 4), ("length", 128), ("rows", 32), ("rounds", 15), ("steps", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--form", choices=("list", "stack", "rolled"), default="list")
+    parser.add_argument("--prefetch", type=int, help="layers of a stack gathered ahead; by default 0 on CPU devices")
     parser.add_argument("--keep", action="store_true", help="reshard_after_forward=False")
     parser.add_argument("--json", action="store_true", help="print one line of JSON and nothing else")
     args = parser.parse_args()
@@ -116,7 +121,12 @@ def main() -> None:
 
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("fsdp",))
     config = ModelConfig(
-        vocabulary=256, layers=args.layers, width=args.width, heads=args.width // 32, mlp_width=args.width * 11 // 4
+        vocabulary=256,
+        layers=args.layers,
+        width=args.width,
+        heads=args.width // 32,
+        mlp_width=args.width * 11 // 4,
+        stack=args.form == "stack",
     )
     rng = np.random.default_rng(0)
     batch = {"tokens": jnp.asarray(rng.integers(0, 256, (args.rows, args.length + 1)), jnp.int32)}
@@ -124,7 +134,10 @@ def main() -> None:
     tx = optax.adamw(1e-3)
 
     states, programs, texts, temps, compile_seconds, losses = [], [], [], [], [], [[], []]
-    for make in (lambda *a: ours(*a, not args.keep), theirs):
+    stacked = args.form == "stack"
+    options: dict[str, Any] = {"reshard_after_forward": not args.keep, "prefetch": args.prefetch}
+    options |= {"stack": {"stacks": ("layers",)}, "rolled": {"rolled": ("layers",)}}.get(args.form, {})
+    for make in (lambda *a: ours(*a, options), lambda *a: theirs(*a, stacked, args.layers)):
         state, step = make(lambda: LanguageModel(config, nnx.Rngs(0)), mesh, tx)
         compiled, seconds = compile_step(step, state, batch)
         states.append(state)

@@ -227,8 +227,13 @@ def _backward(loop: Loop, sunk: frozenset[str], saved: _Saved, cotangents: Any) 
             return _at(saved.buffers, place)
         return loop.gather(saved.shards, place if after else place + saved.start, after=after, again=True)
 
-    def pull(carried: list[Any], buffers: Shards, place: Any) -> tuple[list[Any], list[Any], Shards, Any]:
-        """One turn: the gradients of its carry and shared values, of its parameters, packed, and of its slices."""
+    def pull(
+        carried: list[Any], buffers: Shards, place: Any, hold: Any = 0
+    ) -> tuple[list[Any], list[Any], Shards, Any]:
+        """One turn: the gradients of its carry and shared values, of its parameters, packed, and of its slices.
+
+        Nothing is packed before `hold`, an integer zero, is there.
+        """
         ct_results = [
             jnp.zeros(ct.shape[1:], ct.dtype) if zero else _at(ct, place)
             for ct, zero in zip(of_results, moving, strict=True)
@@ -242,7 +247,7 @@ def _backward(loop: Loop, sunk: frozenset[str], saved: _Saved, cotangents: Any) 
             # The body may take a parameter more than once.
             grads[name] = grads[name] + grad if name in grads and grad is not None else grad
         packed = {
-            name: pack(group.layout.plan, _complete(group, name, grads), group.reduce_dtype)
+            name: pack(group.layout.plan, _held(_complete(group, name, grads), hold), group.reduce_dtype)
             for name, group in groups.items()
         }
         return _rounded(_some(found.carry)), _some(found.shared), packed, _some(found.slices)
@@ -289,7 +294,7 @@ def _backward(loop: Loop, sunk: frozenset[str], saved: _Saved, cotangents: Any) 
 def _pull_ahead(
     loop: Loop,
     gather: Callable[..., Shards],
-    pull: Callable[[list[Any], Shards, Any], tuple[list[Any], list[Any], Shards, Any]],
+    pull: Callable[..., tuple[list[Any], list[Any], Shards, Any]],
     reduce: Callable[[Shards], Shards],
     carried: list[Any],
     shared: list[Any],
@@ -300,35 +305,38 @@ def _pull_ahead(
     def place(t: Any) -> Any:
         return t if loop.reverse else last - t
 
-    def turn_of(carried: list[Any], buffers: Shards, t: Any) -> tuple[list[Any], list[Any], Shards, Any]:
+    def turn_of(carried: list[Any], buffers: Shards, t: Any, hold: Any) -> tuple[list[Any], list[Any], Shards, Any]:
         # What is computed again must not be so before its turn: activations are fetched when the cotangent is there.
-        return pull(carried, buffers, place(t) + zero_after([carried]))
+        return pull(carried, buffers, place(t) + zero_after([carried]), hold)
 
     buffers = gather(place(0))
     _, _, packed_like, slices_like = jax.eval_shape(pull, carried, buffers, 0)
     stacked = _empty(loop.length, (jax.eval_shape(reduce, packed_like), slices_like))
     following = gather(place(1)) if last else buffers
-    carried, more, packed, slices = turn_of(carried, buffers, 0)
+    carried, more, packed, slices = turn_of(carried, buffers, 0, 0)
     shared = _sum(shared, more)
     of_shards, of_slices = stacked
     of_slices = _put(of_slices, slices, place(0))
 
     def turn(state: Any, t: Any) -> tuple[Any, None]:
-        carried, shared, buffers, packed, of_shards, of_slices = state
+        carried, shared, buffers, packed, of_shards, of_slices, hold = state
         following = gather(place(t + 1), (carried, buffers))
-        of_shards = _put(of_shards, reduce(packed), place(t - 1))
-        carried, more, packed, slices = turn_of(carried, buffers, t)
+        reduced = reduce(packed)
+        of_shards = _put(of_shards, reduced, place(t - 1))
+        # Packed not before what was packed two turns ago is reduced, or three such buffers are alive and one is copied.
+        carried, more, packed, slices = turn_of(carried, buffers, t, hold)
         carried, following = lax.optimization_barrier((carried, following))
         of_slices = _put(of_slices, slices, place(t))
-        return (carried, _sum(shared, more), following, packed, of_shards, of_slices), None
+        hold = jnp.int32(zero_after([reduced]))
+        return (carried, _sum(shared, more), following, packed, of_shards, of_slices, hold), None
 
-    state = (carried, shared, following, packed, of_shards, of_slices)
+    state = (carried, shared, following, packed, of_shards, of_slices, jnp.int32(0))
     if last > 1:
         state, _ = lax.scan(turn, state, jnp.arange(1, last), unroll=2)
-    carried, shared, buffers, packed, of_shards, of_slices = state
+    carried, shared, buffers, packed, of_shards, of_slices, hold = state
     if last:
         of_shards = _put(of_shards, reduce(packed), place(last - 1))
-        carried, more, packed, slices = turn_of(carried, buffers, last)
+        carried, more, packed, slices = turn_of(carried, buffers, last, hold)
         shared, of_slices = _sum(shared, more), _put(of_slices, slices, place(last))
     return carried, shared, _put(of_shards, reduce(packed), place(last)), of_slices
 
@@ -344,6 +352,14 @@ def _complete(group: Group, name: str, grads: Mapping[tuple[str, str], Any]) -> 
         slot: jnp.zeros(spec.shape, dtype) if grads.get((name, slot)) is None else grads[name, slot]
         for slot, spec in group.layout.plan.slots.items()
     }
+
+
+def _held(grads: dict[str, Any], hold: Any) -> dict[str, Any]:
+    """The gradients, of which the smallest is there no sooner than `hold`, an integer zero."""
+    if isinstance(hold, int) or not grads:
+        return grads
+    slot = min(grads, key=lambda name: (not grads[name].size, grads[name].size))
+    return {**grads, slot: grads[slot] * (1 + hold).astype(grads[slot].dtype)}
 
 
 def _instantiated(cotangent: Any) -> Any:
@@ -368,8 +384,8 @@ def _sum(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
 def _rounded(values: Sequence[Any]) -> list[Any]:
     """What goes from turn to turn, in its own precision.
 
-    XLA leaves out a rounding to bfloat16 between two operations in float32. It cannot between turns of a loop, but where
-    turns are unrolled or stand outside; numbers would depend on the look-ahead.
+    XLA leaves out a rounding to bfloat16 between two operations in float32. It cannot between turns of a loop, but
+    where turns are unrolled or stand outside; numbers would depend on the look-ahead.
     """
 
     def one(x: Any) -> Any:

@@ -14,6 +14,7 @@ import itertools
 import json
 import linecache
 import os
+import re
 import socket
 import sys
 import threading
@@ -132,6 +133,14 @@ def whereabouts(frame: types.FrameType | None) -> tuple[str, bool]:
     return f"{place}: {expression}" if expression else place, waits
 
 
+def from_devices(error: BaseException) -> bool:
+    """Whether an exception is the runtime's, by its type or by the status that its text begins with.
+
+    A collective that another process has broken is such a one, and JAX raises it now as this type, now as that.
+    """
+    return isinstance(error, jax.errors.JaxRuntimeError) or re.match(r"[A-Z_]{5,}: ", str(error)) is not None
+
+
 class Watch:
     """The watch of one process.
 
@@ -194,7 +203,7 @@ class Watch:
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process failed, and ends it."""
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if from_devices(error):
             # Most likely another process died and broke a collective: the watch is about to name it.
             self.finished.wait(self.timeout + 3 * self.interval)
         self.finished.set()

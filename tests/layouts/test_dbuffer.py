@@ -1,5 +1,7 @@
 """DBuffer: filled and read shard by shard, and one array to every JAX transformation."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,26 @@ def test_read_gives_back_what_was_packed(plan: GroupPlan, dtype: np.dtype, meshe
         assert found[name].dtype == dtype
         assert found[name].shape == tensor.shape
         np.testing.assert_array_equal(found[name], tensor)
+
+
+@settings(max_examples=40)
+@given(plan=drawn.plans(), stack=st.sampled_from([(1,), (3,), (2, 2)]))
+def test_stacks_are_laid_out_layer_by_layer(plan: GroupPlan, stack: tuple[int, ...], meshes: dict[int, Mesh]) -> None:
+    layout = Layout(plan, meshes[plan.num_shards], "fsdp", stack)
+    layers = [drawn.tensors(plan, seed=i) for i in range(math.prod(stack))]
+    tensors = {
+        name: np.stack([layer[name] for layer in layers]).reshape(*stack, *slot.shape)
+        for name, slot in plan.slots.items()
+    }
+    buffer = DBuffer.from_tensors(layout, tensors, np.float32)
+    assert buffer.data.shape == layout.buffer_shape == (*stack, plan.buffer_size)
+    assert {shard.data.shape for shard in buffer.data.addressable_shards} == {layout.local_shape}
+    flat = np.asarray(buffer.data).reshape(len(layers), plan.buffer_size)
+    for row, layer in zip(flat, layers, strict=True):
+        np.testing.assert_array_equal(row, DBuffer.from_tensors(layout.layer, layer, np.float32).data)
+    for found in (dict(buffer.read()), buffer.tensors()):
+        for name, tensor in tensors.items():
+            np.testing.assert_array_equal(found[name], tensor, err_msg=name)
 
 
 @settings(max_examples=30)

@@ -82,6 +82,19 @@ def test_equal_plans_on_equal_meshes_make_equal_layouts(mesh: Callable[..., Mesh
     assert first != "layout"
 
 
+def test_a_stack_is_cut_along_its_last_dim_only(meshes: dict[int, Mesh]) -> None:
+    layer = layout_of(meshes[3])
+    stack = Layout(layer.plan, layer.mesh, "fsdp", (4,))
+    assert stack.spec == PartitionSpec(None, "fsdp")
+    assert (stack.buffer_shape, stack.local_shape) == ((4, layer.buffer_size), (4, layer.shard_size))
+    assert stack.layer == layer != stack
+    assert layer.layer is layer
+    assert "stack (4,)" in repr(stack)
+    assert (
+        len({stack, layer, Layout(layer.plan, layer.mesh, "fsdp", (5,)), Layout(layer.plan, layer.mesh, "fsdp")}) == 3
+    )
+
+
 def test_a_mesh_with_more_axes_cuts_over_one(mesh: Callable[..., Mesh]) -> None:
     both = Mesh(mesh(6).devices.reshape(2, 3), ("data", "fsdp"))
     layout = Layout(plan_group(SPECS, 3, 4), both, "fsdp")

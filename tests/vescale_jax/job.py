@@ -13,6 +13,8 @@ STEPS = 40
 
 
 def fail(how: str) -> None:
+    sys.stdout.write(f"now {how}\n")
+    sys.stdout.flush()
     match how:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,5 @@
 """Small models whose layers are stacked: a bare pytree, nnx and linen modules with the layers on dim 0."""
 
-import functools
 from typing import Any
 
 import jax
@@ -56,7 +55,7 @@ class StackNet(nnx.Module):
 
     def __init__(self, make: Any, rngs: nnx.Rngs, remat: bool = False) -> None:
         self.embed = nnx.Embed(models.VOCABULARY, WIDTH, rngs=rngs)
-        self.layers = nnx.vmap(make)(rngs.fork(split=LAYERS))
+        self.layers = nnx.vmap(make)(rngs.split(LAYERS))
         self.remat = remat
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -135,7 +134,6 @@ class LinenStackNet(linen.Module):
         return embed.attend(x), loss + 0.01 * means.mean()
 
 
-@functools.cache
 def linen_variables() -> Any:
     return LinenStackNet().init(jax.random.key(0), jnp.zeros(1, jnp.int32))
 

@@ -17,7 +17,7 @@ import vescale_jax as vs
 from tests.vescale_jax import models
 from vescale_jax import _batch
 from vescale_jax._hosts import _job
-from vescale_jax._watch import Sign, judge, whereabouts
+from vescale_jax._watch import Sign, from_devices, judge, whereabouts
 
 ROOT = Path(__file__).parents[2]
 ALONE = {"PATH": "/bin", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}  # in a batch script
@@ -155,6 +155,14 @@ def test_the_one_to_blame(signs: list[Sign], silent: list[float], named: str | N
     said = judge(dict(enumerate(signs)), dict(enumerate(map(float, silent))), 10.0, 30.0)
     assert (said.splitlines()[0] if said else said) == named
     assert judge(dict(enumerate(signs)), dict.fromkeys(range(2), 0.0), 10.0, None) is None
+
+
+def test_errors_of_collectives_are_told_from_those_of_programs() -> None:
+    broken = "UNKNOWN: Gloo all-reduce failed: Connection closed by peer"
+    assert from_devices(ValueError(broken))
+    assert from_devices(jax.errors.JaxRuntimeError("INTERNAL: of the runtime"))
+    assert not from_devices(ValueError("train_step: got 7 rows"))
+    assert not from_devices(KeyError("A: B"))
 
 
 def test_what_a_thread_is_at() -> None:

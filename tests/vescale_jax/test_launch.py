@@ -147,10 +147,10 @@ def start(pair: list["subprocess.Popen[str]"], more: Mapping[str, str]) -> None:
         )
 
 
-@pytest.mark.parametrize("victim", [1, 0])
-def test_a_stopped_process_ends_the_others(pair: list["subprocess.Popen[str]"], victim: int) -> None:
-    start(pair, {"FAULT": "stop", "VICTIM": str(victim)})
-    os.waitid(os.P_PID, pair[victim].pid, os.WSTOPPED)
+@pytest.mark.parametrize(("fault", "victim"), [("stop", 1), ("stop", 0), ("kill", 1)])
+def test_a_process_that_is_gone_ends_the_others(pair: list["subprocess.Popen[str]"], fault: str, victim: int) -> None:
+    start(pair, {"FAULT": fault, "VICTIM": str(victim)})
+    os.waitid(os.P_PID, pair[victim].pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     began = time.monotonic()
     _, errors = pair[1 - victim].communicate(timeout=60)
     assert TIMEOUT - 2 < time.monotonic() - began < TIMEOUT + MARGIN
@@ -165,7 +165,8 @@ def test_processes_end_when_their_launcher_is_killed() -> None:
     more = environment(FAULT="sleep", VICTIM="1")
     with subprocess.Popen(command, env=more, cwd=ROOT, stdout=-1, stderr=-1, text=True) as job:
         assert job.stdout is not None
-        job.stdout.readline()  # gloo's word that the processes are connected
+        while "now sleep" not in (line := job.stdout.readline()):
+            assert line
         job.kill()
         # Both pipes are at their end once no process holds them.
         job.communicate(timeout=30)

@@ -26,6 +26,12 @@ pytestmark = pytest.mark.unchecked_annotations
 WIDTH = 37
 
 
+@pytest.fixture(autouse=True, scope="module")
+def devices_are_there() -> None:
+    """Starts JAX with the devices of all tests: the command would choose their number otherwise."""
+    jax.devices()
+
+
 def build() -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((11, WIDTH), (WIDTH, 53), (53, WIDTH))
@@ -51,7 +57,7 @@ def live_bytes(tree: Any) -> int:
     )
 
 
-@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("n", [3, 8])
 def test_predicted_bytes_are_those_of_live_arrays(meshes: dict[int, Mesh], n: int) -> None:
     mesh, tx = meshes[n], optax.adamw(1e-3)
     step = vs.train_step(loss_fn, tx)
@@ -188,6 +194,7 @@ SMALL = (
     "--set layers=1 --set width=32 --set heads=2 --set kv_heads=1 --set mlp_width=48 --set vocabulary=64 --set length=8"
 )
 MODULE = "examples.preflight_model:llama"
+MODELS = "tests.vescale_jax.preflight_models"
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -204,13 +211,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 def test_the_command_as_json_with_other_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"preflight --module {MODULE} --chip cpu --topology 4 {SMALL} --json".split()
+    words = f"preflight --module {MODELS}:as_tuple --chip cpu --topology 4 --set width=16 --json".split()
     records = []
     for more in ([], ["--link-bandwidth", "1e3", "--option", "xla_cpu_enable_concurrency_optimized_scheduler=true"]):
         assert command_line.main([*words, *more]) == 0
         records.append(json.loads(capsys.readouterr().out))
     assert records[0]["devices"] == 4
     assert records[0]["argument_bytes"] == records[1]["argument_bytes"]
+    # A shard, a row and the step count; the compiler rounds each up.
+    assert records[0]["argument_bytes"] == pytest.approx(4 * 16 * 16 // 4 + 4 * 16 + 4, abs=16)
     assert records[1]["step_seconds"] > 10 * records[0]["step_seconds"]
 
 
@@ -225,7 +234,10 @@ def test_the_command_as_json_with_other_rates(capsys: pytest.CaptureFixture[str]
         (f"--module {MODULE} --chip cpu --topology 8 --set x=1", "want a function of a mesh that takes ['x']"),
         ("--module examples.preflight_model:no --chip cpu --topology 8", "want a function that exists"),
         ("--module nothing --chip cpu --topology 8", "want package.file:function"),
-        ("--module tests.vescale_jax.plan_models:make_arrays --chip cpu --topology 8", "want a function of a mesh"),
+        (
+            f"--module {MODELS}:nothing --chip cpu --topology 8",
+            "got NoneType; want a Workload, or (step, abstract state",
+        ),
         (f"--module {MODULE} --chip cpu --topology 8 --plot a.gif", "--plot: got a.gif; want a .png or .svg file"),
         (f"--module {MODULE} --chip cpu --topology 8 --product-efficiency 2", "Rates: product_efficiency: got 2.0"),
     ],

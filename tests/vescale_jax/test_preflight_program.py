@@ -234,9 +234,7 @@ def test_recorded_programs(name: str) -> None:
     assert counts["all-reduce"] == 1
     assert any(one.is_async for one in found) == ("h100" in name)
     if "h100" in name:
-        # In a model as small as this XLA copies the buffer that the forward loop carries, once in each of three turns.
-        copies = weight_copies(program, kernels).copies
-        assert [(copy.name[:5], copy.nbytes) for copy in copies] == [("copy.", 3 * 4160 * 2)]
+        assert not weight_copies(program, kernels).copies
     timeline = walk(program, kernels, Rates(chip("h100"), 8), 8)
     shares = [timeline.hidden_fraction(backward, everything=True) for backward in (False, True)]
     assert all(share is not None and 0 <= share <= 1 for share in shares)

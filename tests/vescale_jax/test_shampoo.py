@@ -31,7 +31,7 @@ class Rule:
     b2: float = 0.999
     momentum: float = 0.0
     root: int = 4
-    roots: Any = "eigh"
+    roots: Any = "newton"
     n: int = 3
     extreme: bool = False
 
@@ -43,10 +43,10 @@ class Rule:
 
 RULES = {
     "sgd, momentum": Rule("sgd", momentum=0.9, n=8, extreme=True),
-    "adagrad, newton": Rule("adagrad", roots="newton", root=2, n=5),
+    "adagrad, jacobi": Rule("adagrad", roots="jacobi", root=2, n=5),
     # No decay, no momentum, no grafting: Shampoo as it was (Gupta et al., algorithm 1).
     "none, sums": Rule("none", b1=0.0, b2=1.0, n=2),
-    "none, means": Rule("none", root=8, momentum=0.5, roots="newton"),
+    "none, means": Rule("none", root=8, momentum=0.5),
 }
 
 
@@ -284,7 +284,7 @@ def test_a_donated_state_is_written_in_place(stack: tuple[int, ...], meshes: dic
     plan = plan_group([TensorSpec("w", (512, 1024), Tile(32, 32))], 2)
     layout = Layout(plan, meshes[2], "fsdp", stack)
     params = {"u": {"g": DBuffer.abstract(layout, jnp.float32)}}
-    tx = shampoo(1e-3, block_size=32, roots="newton", chunk=2**14)
+    tx = shampoo(1e-3, block_size=32, chunk=2**14)
     shapes = jax.eval_shape(tx.init, params)
     targets = shardings(shapes, NamedSharding(meshes[2], PartitionSpec()))
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, targets)

@@ -22,16 +22,23 @@ MANIFEST, FILES, VALUES, COMPLETE = "manifest.json", "files.json", "arrays.npz",
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Says of an `OSError` which file could not be written, and what may help."""
+    """Says of an error, tensorstore's included, which file could not be written, and what may help.
+
+    Raises: `OSError`.
+    """
     try:
         yield
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, ValueError, RuntimeError) as error:
         raise OSError(
-            error.errno,
-            f"checkpoint: {path}: got {reason!r}; want room and permission to write there; free space or choose "
-            "another folder; complete checkpoints are untouched",
+            f"checkpoint: {path}: got {reason_of(error)!r}; want room and permission to write there; free space or "
+            "choose another folder; complete checkpoints are untouched"
         ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong, without tensorstore's trail of specifications and source lines."""
+    text = getattr(error, "strerror", None) or str(error)
+    return text.split(" [tensorstore_spec", 1)[0].split(" [source locations", 1)[0]
 
 
 def write_text(path: Path, text: str) -> str:

@@ -37,8 +37,8 @@ class Snapshot:
 
     - `manifest`: of the whole checkpoint, equal in all processes.
     - `shapes`: on disk, of each of `manifest.stored`.
-    - `shards`: index of the stored array, index of the shard, and its data, in the order of files and of layers in them;
-      the caller may empty it as it writes.
+    - `shards`: index of the stored array, index of the shard, and its data, in the order of files and of the layers in
+      them; the caller may empty it as it writes.
     - `values`: members of the file of whole arrays; empty except in process 0.
     """
 
@@ -108,9 +108,9 @@ def snapshot(state: Any, extra: Any, what: str, memory: HostMemory | None) -> Sn
     ]
     # What shares a file stands together, in the order of its layers.
     shards.sort(key=lambda shard: (stored[shard[0]].array, shard[1], stored[shard[0]].first))
-    for _, _, data in shards:
-        data.copy_to_host_async()
     if memory is not None:
+        for _, _, data in shards:
+            data.copy_to_host_async()
         shards = [(i, k, memory.copy(place, data)) for place, (i, k, data) in enumerate(shards)]
     members: dict[str, np.ndarray] = {}
     if jax.process_index() == 0:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ._errors import DamagedError
+from ._files import reason_of
 
 # Large enough that checksums and tables cost nothing, small enough that little is read in vain.
 _CHUNK_BYTES = 2**18
@@ -118,7 +119,7 @@ def open_for_reading(folder: Path, shape: Shape) -> Any:
         return tensorstore.open({**_spec(folder, shape), "open": True}).result()
     except ValueError as error:
         want = f"the description of an array {(shape.layers, shape.shards, shape.width)} of {shape.dtype}"
-        raise DamagedError.file(folder / "zarr.json", _reason(error), want) from error
+        raise DamagedError.file(folder / "zarr.json", reason_of(error), want) from error
 
 
 def read_into(store: Any, layers: slice, shard: int, start: int, out: np.ndarray) -> Any:
@@ -152,15 +153,10 @@ def finish(reads: list[tuple[Path, Any]]) -> None:
         try:
             read.result()
         except ValueError as error:
-            first = first or DamagedError.file(path, _reason(error), "the bytes that were written")
+            first = first or DamagedError.file(path, reason_of(error), "the bytes that were written")
     reads.clear()
     if first is not None:
         raise first
-
-
-def _reason(error: Exception) -> str:
-    """The first part of tensorstore's message, without its trail of source lines."""
-    return str(error).split(" [tensorstore_spec", 1)[0].split(" [source locations", 1)[0]
 
 
 def fingerprint(path: Path, shape: Shape) -> str:

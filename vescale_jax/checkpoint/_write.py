@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from ._dtypes import as_stored
-from ._files import COMPLETE, FILES, MANIFEST, VALUES, hash_of, sync_folder, write_arrays, write_text
+from ._files import COMPLETE, FILES, MANIFEST, VALUES, hash_of, sync_folder, write_arrays, write_text, writing
 from ._processes import Event
 from ._snapshot import Snapshot
 from ._store import create, file_of, fingerprint
 
 # Bytes on their way to the disk at any time.
-_IN_FLIGHT = 2**29
+_IN_FLIGHT = 2**27
 
 
 def write(snapshot: Snapshot, folder: Path, event: Event, name: Callable[[], None]) -> None:
@@ -80,17 +80,20 @@ def _write_part(snapshot: Snapshot, folder: Path, process: int) -> dict[str, lis
         name: create(folder / name, shape, first=first) for name, shape in arrays.items() if first or name in mine
     }
     for name, store in stores.items():
-        with _described(folder / name):
+        with writing(folder / name):
             stores[name] = store.result()
     pending: deque[tuple[str, int, np.ndarray, Any]] = deque()
     room = _IN_FLIGHT
+    spare: list[np.ndarray] = []
 
     def settle() -> int:
         name, k, data, written = pending.popleft()
         path = folder / name / file_of(k)
-        with _described(path):
+        with writing(path):
             written.result()
         files[f"{name}/{path.name}"] = [path.stat().st_size, fingerprint(path, arrays[name])]
+        if data.base is None and data.flags.owndata:
+            spare.append(data)
         return data.nbytes
 
     shards = snapshot.shards
@@ -100,9 +103,9 @@ def _write_part(snapshot: Snapshot, folder: Path, process: int) -> dict[str, lis
         while shards and (stored[shards[0][0]].array, shards[0][1]) == (name, k):
             data = np.asarray(shards.pop(0)[2])
             parts.append(as_stored(data).reshape(-1, arrays[name].width))
-        part = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        while pending and room < part.nbytes:
+        while pending and room < sum(part.nbytes for part in parts):
             room += settle()
+        part = parts[0] if len(parts) == 1 else _joined(parts, spare)
         written = stores[name][:, k, :].write(part, can_reference_source_data_indefinitely=True)
         pending.append((name, k, part, written))
         room -= part.nbytes
@@ -119,19 +122,9 @@ def _write_part(snapshot: Snapshot, folder: Path, process: int) -> dict[str, lis
     return files
 
 
-class _described:  # noqa: N801 (a context manager, used as a function)
-    """Turns tensorstore's errors into an `OSError` that says which file could not be written."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, ValueError | OSError | RuntimeError):
-            reason = str(error).split(" [source locations", 1)[0].split(" [tensorstore_spec", 1)[0]
-            raise OSError(
-                f"checkpoint: {self.path}: could not be written: {reason}; want room and permission to write there; "
-                "free space or choose another folder; complete checkpoints are untouched"
-            ) from error
+def _joined(parts: list[np.ndarray], spare: list[np.ndarray]) -> np.ndarray:
+    """Layers one behind the other, in memory that was used before if there is some: fresh memory is slow."""
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    fitting = (i for i, old in enumerate(spare) if (old.shape, old.dtype) == (shape, parts[0].dtype))
+    at = next(fitting, None)
+    return np.concatenate(parts, out=np.empty(shape, parts[0].dtype) if at is None else spare.pop(at))

@@ -22,7 +22,8 @@ from vescale_layouts import BlockArrays, BlockView, DBuffer
 from vescale_planner import Faults, Tile
 
 from ._adamw_8bit import ScalarOrSchedule, is_buffer, rounded, scaled
-from ._roots import TINY, RootMethod, inverse_root, largest, norm, product
+from ._matrices import TINY, largest, norm, product
+from ._roots import RootMethod, inverse_root
 from ._rule_table import PathOf, RuleRow
 from ._shampoo_blocks import Choice, Costs, check_buffers, check_numbers, filled, rule_rows, views
 from ._shampoo_elements import Correction, adam, correction, new_mean, new_rms, seen
@@ -135,7 +136,7 @@ def shampoo(
     block_size: int | Tile = 128,
     precondition_frequency: int = 10,
     root: int = 4,
-    roots: RootMethod = "eigh",
+    roots: RootMethod = "newton",
     matrix_epsilon: float = 1e-6,
     min_size: int = 4096,
     chunk: int = 2**20,
@@ -171,8 +172,8 @@ def shampoo(
       `Tile`: that for all. Tiles are of the last two dims; those at the edges are smaller.
     - `precondition_frequency`: steps from one computation of the roots to the next.
     - `root`: a power of two. 4 is Shampoo's; 2 is often better in practice (arXiv 2309.06497, section 4).
-    - `roots`: `"eigh"`, which is right whatever `matrix_epsilon` is, or `"newton"`, matrix products only, for hardware
-      that is slow at many small eigenproblems; it needs a `matrix_epsilon` of at least 1e-7. See `_roots.py`.
+    - `roots`: `"newton"`, matrix products only, which needs a `matrix_epsilon` of at least 1e-7, or `"jacobi"`, by
+      eigenvalues, which takes any and is slower. See `_roots.py`.
     - `matrix_epsilon`: relative to the largest eigenvalue, so that the scale of gradients does not matter.
     - `min_size`: parameters with fewer elements, vectors, and matrices of one row or column have AdamW with `b1`, `b2`,
       `eps`; `describe` lists them.
@@ -191,7 +192,7 @@ def shampoo(
         ("momentum", momentum, 0 <= momentum < 1, "at least 0 and below 1", "0.9"),
         ("grafting", grafting, grafting in get_args(Grafting), f"one of {get_args(Grafting)}", "'adam'"),
         ("root", root, root in (1, 2, 4, 8), "1, 2, 4 or 8", "4"),
-        ("roots", roots, roots in get_args(RootMethod), f"one of {get_args(RootMethod)}", "'eigh'"),
+        ("roots", roots, roots in get_args(RootMethod), f"one of {get_args(RootMethod)}", "'newton'"),
         (
             "matrix_epsilon",
             matrix_epsilon,
@@ -271,7 +272,7 @@ def _direction(
     if moments.graft is not None:
         # Adam's step is AdamW's too: what is no tile is done.
         sums = settings.grafting == "adagrad"
-        graft = new_rms(moments.graft.data, g, 1 if sums else settings.b2)
+        graft = new_rms(moments.graft.data, g, 1.0 if sums else settings.b2)
         by = Correction(scalars.unbiased, jnp.asarray(settings.eps, jnp.float32)) if sums else scalars.adam
         out = adam(mean, graft, by)
     out, velocity, statistics, roots = _on_tiles(settings, own.tiles, scalars, (out, g, mean), moments)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ._adamw_8bit import rounded
-from ._roots import TINY
+from ._matrices import TINY
 
 
 class Correction(NamedTuple):

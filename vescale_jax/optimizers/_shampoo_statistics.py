@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from vescale_layouts import BlockArrays, BlockView
 
 from ._adamw_8bit import rounded
-from ._roots import TINY, largest, product
+from ._matrices import TINY, largest, product
 
 
 class Statistics(NamedTuple):

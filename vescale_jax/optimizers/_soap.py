@@ -24,7 +24,7 @@ from vescale_layouts import DBuffer
 from vescale_planner import Faults, Tile
 
 from ._adamw_8bit import ScalarOrSchedule, is_buffer, scaled
-from ._roots import product
+from ._matrices import product
 from ._rule_table import PathOf, RuleRow
 from ._shampoo_blocks import Choice, Costs, check_buffers, check_numbers, filled, rule_rows, views
 from ._shampoo_elements import Correction, adam, correction, new_mean, new_rms

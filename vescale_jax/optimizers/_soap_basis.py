@@ -10,12 +10,13 @@ and absent ones, have the identity: no direction mixes them with rows that do.
 import jax
 import jax.numpy as jnp
 
-from ._roots import eigenvectors, product
+from ._jacobi import eigenvectors
+from ._matrices import product
 
 
 def first_basis(matrices: jax.Array, real: jax.Array) -> jax.Array:
     """Eigenvectors of each matrix; see the module."""
-    return _apart(jnp.flip(eigenvectors(matrices, real)[1], -1), real)
+    return eigenvectors(matrices, real)[1]
 
 
 def refreshed(matrices: jax.Array, basis: jax.Array, real: jax.Array) -> jax.Array:
