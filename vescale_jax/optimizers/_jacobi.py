@@ -22,7 +22,9 @@ from ._matrices import TINY, diagonal, largest, product
 # Beyond the logarithm of k; and after the basis was made orthogonal.
 _MORE_SWEEPS = 3
 _LAST_SWEEPS = 2
+# Of an element off the diagonal: over the root of the product of the two on it, and where the largest is 1 to 2.
 _ROUNDING = 2.0**-23
+_LEAST = 2.0**-25
 
 
 def eigenvectors(matrices: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -65,8 +67,9 @@ def _round(a: jax.Array, vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
     unit = jnp.maximum(jnp.maximum(jnp.abs(gap), jnp.abs(2 * off)), TINY)
     x, y = jnp.abs(gap) / unit, 2 * off / unit
     tangent = y / (x + jnp.sqrt(rounded(x * x) + rounded(y * y)))
-    # Elements that change no eigenvalue by more than its own rounding stay: turning them would never end.
-    done = jnp.abs(off) <= _ROUNDING * jnp.sqrt(jnp.abs(values[:, :half])) * jnp.sqrt(jnp.abs(values[:, half:]))
+    # What is rounding, of the two or of the largest, stays: turning it would stir what others have settled, for ever.
+    size = jnp.sqrt(jnp.abs(values[:, :half])) * jnp.sqrt(jnp.abs(values[:, half:]))
+    done = jnp.abs(off) <= jnp.maximum(_ROUNDING * size, _LEAST)
     tangent = jnp.where(done, 0, jnp.where(gap < 0, -tangent, tangent))
     cosine = 1 / jnp.sqrt(1 + rounded(tangent * tangent))
     sine = rounded(tangent * cosine)
