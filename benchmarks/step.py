@@ -7,8 +7,8 @@ Both train the example's language model with AdamW on 8 virtual CPU devices, in 
 bfloat16. Its layers are a list, or a stack under `nnx.scan`; `rolled` is a list that the library runs as a stack,
 against the list. The baseline is what the Flax guide and MaxText do: each parameter is cut over the first of its dims
 that the devices divide, the batch over rows, and the partitioner puts in the collectives, one a tensor; a tensor that
-nothing divides is replicated. Sizes are chosen so that all matrices divide, in favour of the baseline. `XLA_FLAGS` in the
-environment count for both.
+nothing divides is replicated. Sizes are chosen so that all matrices divide, in favour of the baseline. `XLA_FLAGS` in
+the environment count for both.
 
 Steps alternate, ours and theirs, in one process; ratios are medians over rounds of the paired ratios, ours over theirs.
 Absolute times mean nothing on a shared machine, and CPU seconds are disturbed less than seconds. Prints

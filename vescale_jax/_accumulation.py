@@ -1,8 +1,8 @@
 """Accumulation: one step's batch worked on piece by piece, for batches whose activations do not fit.
 
-Comes in: the evaluation of one microbatch on one device, and the device's rows. Goes out: the sums over all microbatches.
-Gradients are either reduced for each microbatch and added up as shards, or added up whole on every device and reduced
-once: that takes the memory of a whole model of gradients and saves all reduce-scatters but one a unit.
+Comes in: the evaluation of one microbatch on one device, and the device's rows. Goes out: the sums over all
+microbatches. Gradients are either reduced for each microbatch and added up as shards, or added up whole on every device
+and reduced once: that takes the memory of a whole model of gradients and saves all reduce-scatters but one a unit.
 """
 
 from collections.abc import Callable, Mapping

@@ -23,7 +23,7 @@ BLOCKS = {"[aet]": Tile(TILE, TILE), "*": Elements(1)}
 CASES: dict[str, dict[str, Any]] = {
     "1": {"n": 1},
     "2, in chunks": {"n": 2, "chunk": 1500},
-    "3, three units": {"n": 3, "units": ("a", "[et]")},
+    "3, two units": {"n": 3, "units": ("a",)},
     "5": {"n": 5},
     "8, free storage": {"n": 8, "storage": "free"},
 }
@@ -70,9 +70,7 @@ def named(state: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Everything that a state holds for a tensor: `"statistics/left a"`."""
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, DBuffer | BlockArrays))
     for path, node in nodes:
-        where = "/".join(
-            part for part in map(_name, path) if part not in ("moments", *"aet", "root", "float32", "[et]")
-        )
+        where = "/".join(part for part in map(_name, path) if part not in ("moments", "a", "root", "float32"))
         if isinstance(node, DBuffer):
             yield from ((f"{where} {name}", x) for name, x in tensors(node))
         elif isinstance(node, BlockArrays):

@@ -52,7 +52,7 @@ def test_the_numbers_are_those_of_one_batch(mesh, n, form, reduce):
         np.testing.assert_allclose(value.loss, whole.loss, 1e-5)
         np.testing.assert_allclose(value.grad_norm, whole.grad_norm, 1e-5)
         for ours, theirs in zip(jax.tree.leaves(summed), jax.tree.leaves(grads), strict=True):
-            assert ours.sharding == theirs.sharding and ours.dtype == theirs.dtype
+            assert (ours.sharding, ours.dtype) == (theirs.sharding, theirs.dtype)
             np.testing.assert_allclose(ours, theirs, 1e-4, 1e-6)
 
 

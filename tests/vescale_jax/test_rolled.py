@@ -270,3 +270,11 @@ def test_wrong_patterns(mesh, rolled, kind):
     with pytest.raises(kind) as error:
         vs.fully_shard(tree(), mesh(2), rolled=rolled)
     assert "rolled" in str(error.value)
+
+
+def test_optimizers_by_parameter_are_refused(mesh):
+    """They would see ranks and norms of whole stacks, unlike those of the list."""
+    model = vs.fully_shard(tree(), mesh(2), rolled=("layers",))
+    with pytest.raises(ValueError) as error:
+        vs.optimizers.per_parameter(twin.ADAMW, model)
+    assert "rolled" in str(error.value)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from vescale_jax._groups import each_group
+from vescale_jax._rolled_form import RolledForm
 from vescale_jax._sharded import Sharded, check_sharded
 from vescale_layouts import DBuffer, Layout
 
@@ -66,6 +67,12 @@ class Target:
             raise ValueError(
                 "per_parameter: got a model without trainable parameters; want one at least; pass another rule for "
                 "trainable to fully_shard"
+            )
+        if isinstance(structure.form, RolledForm):
+            raise ValueError(
+                "per_parameter: got a model with rolled lists of layers; want one whose parameters are those of its "
+                "layers, since ranks, masks and trust ratios would be those of whole stacks; leave rolled out of "
+                "fully_shard"
             )
         shapes: dict[Home, Dims] = {}
         paths: dict[Home, str] = {}
