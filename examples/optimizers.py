@@ -71,9 +71,7 @@ def choose(name: str, steps: int, learning_rate: float | None = None) -> Choice:
             )
             return Choice(muon, Elements(1))
         case "shampoo":
-            # Not by eigenvalues: jaxlib's eigh can hang where several virtual CPU devices call it at once.
-            roots = {"roots": "newton", "block_size": TILE}
-            return Choice(vs.optimizers.shampoo(rate, **DECAYS, weight_decay=WEIGHT_DECAY, **roots), bands)
+            return Choice(vs.optimizers.shampoo(rate, **DECAYS, weight_decay=WEIGHT_DECAY, block_size=TILE), bands)
         case "soap":
             return Choice(vs.optimizers.soap(rate, **DECAYS, weight_decay=WEIGHT_DECAY, block_size=TILE), bands)
     raise ValueError(f"--optimizer {name}: no such optimizer; choose one of {', '.join(LEARNING_RATES)}")

@@ -20,6 +20,9 @@ from vescale_planner import Faults
 from ._form import is_key, path_name
 from ._sharded import Sharded, check_sharded
 
+_NO_NUMBERS = "OSUMm"
+"""NumPy's kinds of objects, texts and dates."""
+
 
 def own_rows(model: Sharded, rows: int) -> np.ndarray:
     """Which rows of a global batch this process hands in.
@@ -70,7 +73,8 @@ def place(batch: Any, mesh: Mesh, axis: str, *, replicate: bool, what: str) -> A
     - `replicate`: whether every device gets all rows instead.
     - `what`: the public name of the caller, for messages.
 
-    Raises: `TypeError` that names every leaf which is no array, `ValueError` every leaf whose rows do not divide.
+    Raises: `TypeError` that names every leaf which is no array of numbers, `ValueError` every leaf whose rows do not
+    divide.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(batch)
     types, rows = Faults(what), Faults(what)
@@ -83,6 +87,9 @@ def place(batch: Any, mesh: Mesh, axis: str, *, replicate: bool, what: str) -> A
         if not hasattr(leaf, "shape") and not isinstance(leaf, bool | int | float | complex):
             got = f"a leaf of type {type(leaf).__name__}"
             types.add(name, got=got, want="an array", change="convert it or leave it out")
+        elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in _NO_NUMBERS:
+            got = f"an array of dtype {leaf.dtype}"
+            types.add(name, got=got, want="one of numbers", change="convert it or leave it out")
         elif not replicate and (shape := _shape(leaf)):
             # Leaves of this process and global ones are compared by the rows of all processes.
             counts[shape[0] * mesh.shape[axis] // max(n, 1)] = shape[0]

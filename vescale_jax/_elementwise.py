@@ -6,9 +6,10 @@ parameters by rank or name (weight-decay masks), those that reduce over one para
 those whose state has a shape of its own (Adafactor), and those that draw random numbers for every element.
 
 The update is traced twice, over the buffers and over the parameters, shapes only. For each parameter it has to use the
-same inputs in the same element-wise operations as its buffer does, and reduce over all parameters or over none. What
-cannot be traced over parameters, an optimizer made for buffers, is its maker's concern; `optimizers.per_parameter` is
-such a maker, and runs most of what is refused here.
+same inputs in the same element-wise operations as its buffer does, and reduce over all parameters or over none. Ours,
+which take buffers alone, step aside (`_step_aside.py`), so that what is chained with them is checked. What else cannot
+be traced over parameters, an optimizer made for buffers, is its maker's concern. `optimizers.per_parameter` runs most
+of what is refused here.
 """
 
 from collections import Counter
@@ -23,11 +24,13 @@ from vescale_layouts import DBuffer
 from vescale_planner import Faults
 
 from ._sharded import Buffers
+from ._step_aside import aside
 
 _INLINED = frozenset(["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"])
 _OPAQUE = frozenset(["cond", "while", "scan", "shard_map"])
 _LAYOUT = frozenset(["broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose"])
 _CHANGE = "run it on the parameters: tx = vs.optimizers.per_parameter(tx, model)"
+_BESIDE = "run it alone on the parameters: tx = optax.chain(..., vs.optimizers.per_parameter(it, model), ...)"
 _MIXING = ("reduce", "arg", "dot_general", "cum", "sort", "conv", "gather", "scatter", "top_k")
 
 
@@ -61,11 +64,13 @@ def check_elementwise(tx: Any, params: Buffers, what: str) -> None:
     flat = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     whole = jax.tree.map(_tensors, flat, is_leaf=_is_buffer)
     try:
-        whole_state, whole_uses, _ = _uses(tx, whole)
-        flat_state, flat_uses, draws = _uses(tx, flat)
+        with aside(True):
+            whole_state, whole_uses, _ = _uses(tx, whole)
+            flat_state, flat_uses, draws = _uses(tx, flat)
     except (AttributeError, KeyError, TypeError, ValueError):
         return
     faults = Faults(what)
+    change = _change(tx, whole)
     want = "one that treats all parameters of a buffer alike, element by element"
     everything = frozenset(whole_uses)
     if draws:
@@ -75,12 +80,21 @@ def check_elementwise(tx: Any, params: Buffers, what: str) -> None:
         fault = _difference(use, flat_uses[path.rsplit("'][", 1)[0] + "'].data"], everything)
         if fault:
             got = f"an optimizer that {fault}"
-            faults.add(_readable(path), got=got, want=want, change=_CHANGE)
+            faults.add(_readable(path), got=got, want=want, change=change)
     expanded = jax.tree.map(_tensors, flat_state, is_leaf=_is_buffer)
     if not faults and (_odd_buffers(flat_state) or _described(whole_state) != _described(expanded)):
         got = "an optimizer whose state depends on single parameters (such as Adafactor or NovoGrad)"
-        faults.add("tx", got=got, want=want, change=_CHANGE)
+        faults.add("tx", got=got, want=want, change=change)
     faults.raise_if_any()
+
+
+def _change(tx: Any, whole: Any) -> str:
+    """What to do about an optimizer that is refused; what is chained with one for buffers has to be wrapped alone."""
+    try:
+        jax.eval_shape(tx.init, whole)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return _BESIDE
+    return _CHANGE
 
 
 def _odd_buffers(state: Any) -> bool:

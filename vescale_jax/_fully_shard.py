@@ -250,11 +250,18 @@ def _layers(parts: Parts, stacks: Any, faults: Faults) -> tuple[dict[str, str], 
                     f"layers on dim 0, {length} as in most parameters of stack {unit}" if length else "layers on dim 0"
                 )
                 change = "leave it out of stacks by a finer pattern, or put the layers on dim 0"
+                if all(_is_in_list(other, unit) for other in paths):
+                    change = f"a list of equal layers goes into rolled=({unit!r},)"
                 faults.add(path, got=f"shape {shape}", want=want, change=change)
         owners.update(dict.fromkeys(paths, unit))
         lengths[unit] = (length,)
     faults.raise_if_any()
     return owners, lengths
+
+
+def _is_in_list(path: str, name: str) -> bool:
+    """Whether a parameter is of a numbered layer below a name."""
+    return path.removeprefix(f"{name}/").split("/")[0].isdecimal()
 
 
 def _buffers(structure: Structure, made: list[DBuffer], trainable: bool) -> Buffers:

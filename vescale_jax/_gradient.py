@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from vescale_layouts import DBuffer, scatter_buffer
+from vescale_planner import Faults
 
 from ._accumulation import Accumulation, accumulate, check_rows
 from ._backward import differentiate
@@ -69,7 +70,10 @@ def value_and_grad(
 
     Returns: a function `(model, batch) -> (Value, gradients)`, where the gradients have the structure, dtypes and
     shardings of `model.params`. It is jitted, and can be traced inside a larger step.
+
+    Raises: `TypeError` for a loss function or an accumulation that is none.
     """
+    _check_arguments(loss_fn, accumulation)
 
     @jax.jit
     def jitted(model: Sharded, batch: Any) -> tuple[Value, Buffers]:
@@ -93,6 +97,17 @@ def value_and_grad(
         return jitted(model, batch)
 
     return wrapped
+
+
+def _check_arguments(loss_fn: Any, accumulation: Any) -> None:
+    faults = Faults("value_and_grad")
+    if not callable(loss_fn):
+        change = "pass the function itself, such as lambda model, batch: ..."
+        faults.add("loss_fn", got=repr(loss_fn), want="a function of the model and a batch", change=change)
+    if not isinstance(accumulation, Accumulation | None):
+        change = "pass vs.Accumulation(microbatches=4) for four pieces"
+        faults.add("accumulation", got=repr(accumulation), want="a vs.Accumulation, or None", change=change)
+    faults.raise_if_any(TypeError)
 
 
 def _local(

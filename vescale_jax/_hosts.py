@@ -130,6 +130,8 @@ def _job(environment: Mapping[str, str], cluster: str | None) -> dict[str, Any] 
             f"join_hosts: got {given} alone; want {ADDRESS} (host:port of process 0), {COUNT} and {INDEX}, all three, "
             "or a scheduler that JAX knows; set the missing ones, or none"
         )
+    if address is not None and not address.rpartition(":")[2].isdigit():
+        raise ValueError(f"join_hosts: {ADDRESS}: got {address!r}; want host:port; name the port of process 0, too")
     for name, text in ((COUNT, count), (INDEX, index)):
         if text is not None and not text.isdigit():
             raise ValueError(f"join_hosts: {name}: got {text!r}; want a number; mend the variable")

@@ -190,6 +190,11 @@ def _wait(members: Sequence[Member], received: list[int], timeout: float) -> int
             _end(members, 0.0)
             _say(f"ended by {_signal_name(ending)}")
             return 128 + ending
+        if ending and any(codes):
+            # It may have ended by the signal; the others would wait for it.
+            _end(members, GRACE)
+            _say(f"ended by {_signal_name(ending)}")
+            return 128 + ending
         still = any(member.stopped and time.monotonic() - member.since > timeout for member in members)
         if any(codes) or still:
             return _report(members)

@@ -82,10 +82,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compiles, prints, draws; returns the exit status."""
-    settings, options = _pairs("--set", arguments.set), _pairs("--option", arguments.option)
+    settings = _pairs("--set", arguments.set, "layers=4")
+    options = _pairs("--option", arguments.option, "xla_cpu_enable_fast_math=false")
     plot = arguments.plot
     if plot and (plot.suffix not in (".png", ".svg") or not plot.parent.is_dir()):
         raise ValueError(f"--plot: got {plot}; want a .png or .svg file in a folder that exists; name such a file")
+    hlo = arguments.hlo
+    if hlo and (hlo.is_dir() or not hlo.parent.is_dir()):
+        raise ValueError(f"--hlo: got {hlo}; want a file in a folder that exists; name such a file")
     from vescale_jax.preflight import preflight
     from vescale_jax.preflight._workload import load_workload
 
@@ -93,8 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     _use_cpu(rates, arguments.topology)
     workload = load_workload(arguments.module, _mesh(rates, arguments), settings)
     report, text = preflight(workload, rates, options)
-    if arguments.hlo:
-        arguments.hlo.write_text(text)
+    if hlo:
+        hlo.write_text(text)
     _print(report, arguments)
     if plot:
         from vescale_jax.preflight._picture import draw_schedule
@@ -135,7 +139,7 @@ def _mesh(rates: "Rates", arguments: argparse.Namespace) -> Any:
     from vescale_jax.preflight import devices
 
     found = devices(rates.chip, arguments.topology)
-    axes = _pairs("--mesh", arguments.mesh.split(",")) if arguments.mesh else {"fsdp": len(found)}
+    axes = _pairs("--mesh", arguments.mesh.split(","), "replica=2,fsdp=4") if arguments.mesh else {"fsdp": len(found)}
     if not all(isinstance(size, int) for size in axes.values()) or math.prod(axes.values()) != len(found):
         raise ValueError(
             f"--mesh: got {arguments.mesh!r}; want sizes whose product is {len(found)}, the devices of "
@@ -144,13 +148,15 @@ def _mesh(rates: "Rates", arguments: argparse.Namespace) -> Any:
     return Mesh(np.array(found).reshape(tuple(axes.values())), tuple(axes))
 
 
-def _pairs(argument: str, texts: Sequence[str]) -> dict[str, Any]:
+def _pairs(argument: str, texts: Sequence[str], example: str) -> dict[str, Any]:
     """`NAME=VALUE`s as a dictionary; numbers and true and false are read as such."""
     pairs: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals and value):
-            raise ValueError(f"{argument}: got {text!r}; want NAME=VALUE; write for example layers=4")
+            raise ValueError(f"{argument}: got {text!r}; want NAME=VALUE; write for example {example}")
+        if name in pairs:
+            raise ValueError(f"{argument}: got {name} twice; want it once; drop one")
         pairs[name] = _value(value)
     return pairs
 

@@ -137,7 +137,13 @@ def _lists(paths: Sequence[str], rolled: Sequence[str], faults: Faults) -> dict[
                 layers[number]["/".join(parts[i + 1 :])] = path
                 break
     for pattern in rolled:
-        if pattern not in used:
+        if pattern in used:
+            continue
+        if any(fnmatchcase(path[:i], pattern) for path in paths for i, c in enumerate(path) if c == "/"):
+            got = f"pattern {pattern!r}, which matches no list of layers such as {pattern}/0/..."
+            change = f"parameters that have the layers on dim 0 go into stacks=({pattern!r},)"
+            faults.add("rolled", got=got, want="patterns of lists", change=change)
+        else:
             nothing_matches(faults, "rolled", pattern, paths)
     return lists
 

@@ -71,10 +71,12 @@ def train_state(model: Sharded, tx: Any) -> TrainState:
     - `model`: what `fully_shard` returned; with `abstract=True` the state is abstract too.
     - `tx`: an optax transformation.
 
-    Raises: `ValueError` for an optimizer that would treat a buffer otherwise than the parameters in it.
+    Raises: `ValueError` for an optimizer that would treat a buffer otherwise than the parameters in it, `RuntimeError`
+    for a model whose memory a step has taken.
     """
     replicated = check_sharded(model, "train_state").replicated
     _check_optimizer(tx, "train_state")
+    check_alive(model, "train_state")
     check_elementwise(tx, model.params, "train_state")
     shapes = jax.eval_shape(tx.init, model.params)
     targets = shardings(shapes, replicated)

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import vescale_jax as vs
 from tests.vescale_jax import counting
+from vescale_jax._sharded import shardings
 from vescale_jax.optimizers import Code, adamw_8bit, precisions
-from vescale_planner import Elements, Tile
+from vescale_layouts import DBuffer, Layout
+from vescale_planner import Elements, TensorSpec, Tile, plan_group
 
 # What is sharded: runs and tiles, tiles that leave edges, experts, and two that are too small for codes.
 SHAPES = {"a": (70, 100), "b": (5000,), "e": (3, 40, 48), "s": (), "t": (64, 96), "v": (33,)}
@@ -269,6 +271,51 @@ def test_training_is_close_to_adamw_and_the_same_on_all_meshes(meshes: dict[int,
     assert wide[-1] < 0.8 * wide[0]
     np.testing.assert_allclose(eight, wide, rtol=0.01)
     np.testing.assert_allclose(eight, three, rtol=1e-3)
+
+
+def layers(seed: int) -> dict[str, np.ndarray]:
+    """Parameters of three layers, coded and not."""
+    rng = np.random.default_rng(seed)
+    shapes = {"t": (3, 64, 96), "v": (3, 33), "w": (3, 70, 64)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def test_a_stack_of_layers_is_updated_layer_by_layer(meshes: dict[int, Mesh]) -> None:
+    tx = optimizer(chunk=1000)
+    update = jax.jit(functools.partial(step, tx))
+
+    def run(mesh: Mesh, of: Any, **how: Any) -> dict[str, np.ndarray]:
+        blocks = {"*t": Tile(32, 32), "*": Elements(256)}
+        one, *more = (vs.fully_shard(of(seed), mesh, blocks=blocks, **how) for seed in (0, 1, 2))
+        params, state = one.params, vs.train_state(one, tx).opt_state
+        for grads in more:
+            params, state = update(params, state, grads.params)
+        return read(params, state)
+
+    one, three = (run(meshes[n], lambda seed: {"layers": layers(seed)}, stacks=("layers",)) for n in (1, 3))
+    for layer in range(3):
+        alone = run(meshes[1], lambda seed, layer=layer: {name: x[layer] for name, x in layers(seed).items()})
+        assert one.keys() == three.keys() == alone.keys()
+        for name, x in alone.items():
+            np.testing.assert_array_equal(one[name].reshape(3, -1)[layer], x, err_msg=name)
+            np.testing.assert_array_equal(three[name].reshape(3, -1)[layer], x, err_msg=name)
+
+
+def test_a_donated_stack_is_written_in_place(meshes: dict[int, Mesh]) -> None:
+    plan = plan_group([TensorSpec("w", (512, 1024), Elements(256))], 2)
+    layout = Layout(plan, meshes[2], "fsdp", (8,))
+    params = {"u": {"g": DBuffer.abstract(layout, jnp.float32)}}
+    tx = optimizer(chunk=2**14)
+    shapes = jax.eval_shape(tx.init, params)
+    targets = shardings(shapes, NamedSharding(meshes[2], PartitionSpec()))
+    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, targets)
+    laid = jax.tree.map(lambda x: x.sharding, params)
+    update = jax.jit(tx.update, donate_argnums=(0, 1), out_shardings=(laid, targets))
+    memory = update.lower(params, state, params).compile().memory_analysis()
+    elements = int(np.prod(layout.local_shape))
+    assert memory.alias_size_in_bytes > 6 * elements
+    # Nothing but what a chunk needs: it is 7 bytes an element by `BlockView.map`.
+    assert memory.temp_size_in_bytes < 2 * elements
 
 
 def test_a_donated_state_is_written_in_place(meshes: dict[int, Mesh]) -> None:

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 import vescale_jax as vs
 from tests.vescale_jax import counting, models
+from vescale_layouts import gather_buffer
 
 TX = optax.adamw(1e-2)
 BATCH = models.batches(1)[0]
@@ -40,6 +41,34 @@ def program(mesh: Mesh, max_norm: float | None = None, **options: Any) -> tuple[
 
 def count(mesh: Mesh, **options: Any) -> dict[str, int]:
     return counting.collectives(program(mesh, **options)[2])
+
+
+def test_element_wise_work_runs_on_groups_whatever_the_number_of_tensors(meshes: dict[int, Mesh]) -> None:
+    """Cast, gather, clip, update and accumulation: as many instructions for two parameters as for forty."""
+
+    def instructions(tensors: int) -> int:
+        params = {f"w{i}": jax.ShapeDtypeStruct((1680 // tensors,), jnp.float32) for i in range(tensors)}
+        policy = vs.MixedPrecisionPolicy(gather_dtype=jnp.bfloat16)
+        model = vs.fully_shard(params, meshes[2], abstract=True, policy=policy)
+        (layout,) = (group.layout for unit in model.structure.units for group in unit.groups)
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        state = vs.train_state(model, tx)
+
+        def work(params: Any, opt_state: Any, grads: Any, more: Any) -> Any:
+            grads = jax.tree.map(lambda a, b: (a + b) * 0.5, grads, more)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            gather = functools.partial(gather_buffer, layout, gather_dtype=jnp.bfloat16)
+            gathered = jax.shard_map(
+                gather, mesh=layout.mesh, in_specs=layout.spec, out_specs=PartitionSpec(), check_vma=False
+            )(jax.tree.leaves(params)[0])
+            return params, opt_state, gathered
+
+        arguments = (model.params, state.opt_state, model.params, model.params)
+        text = jax.jit(work).lower(*arguments).compile().as_text()
+        return text.partition("ENTRY")[2].count(" = ")
+
+    assert instructions(2) == instructions(40)
 
 
 @pytest.mark.parametrize("n", [2, 8])

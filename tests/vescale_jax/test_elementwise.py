@@ -29,10 +29,21 @@ ALIKE = {
     "if finite": optax.apply_if_finite(optax.adam(0.1), 3),
     "several steps": optax.MultiSteps(optax.adam(0.1), 2),
     "ema": optax.chain(optax.ema(0.9), optax.sgd(0.1)),
+    "muon in a chain": optax.chain(
+        optax.clip_by_global_norm(1.0), vs.optimizers.muon(0.1), optax.add_decayed_weights(0.1)
+    ),
+    "muon in several steps": optax.MultiSteps(vs.optimizers.muon(0.1), 2),
     "mask of all": optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda _: True, params)),
 }
 
+BESIDE_OURS = {
+    "adaptive clipping before muon": optax.chain(optax.adaptive_grad_clip(0.1), vs.optimizers.muon(0.1)),
+    "trust ratios after muon": optax.chain(vs.optimizers.muon(0.1), optax.scale_by_trust_ratio()),
+    "decay mask after muon": optax.chain(vs.optimizers.muon(0.1), optax.add_decayed_weights(0.1, mask=matrices)),
+}
+
 OTHERWISE = {
+    **BESIDE_OURS,
     "lamb": optax.lamb(0.1),
     "lars": optax.lars(0.1),
     "adafactor": optax.adafactor(0.1),
@@ -81,3 +92,25 @@ def test_the_message_names_the_parameters(mesh):
 def test_one_parameter_may_be_reduced_over(mesh):
     # There is nothing else in its buffer, and padding adds nothing to a norm.
     vs.train_state(vs.fully_shard({"w": jnp.ones((3, 2))}, mesh(3)), OTHERWISE["lamb"])
+
+
+@pytest.mark.parametrize("name", BESIDE_OURS)
+def test_what_stands_beside_ours_is_to_be_wrapped_alone(name, model):
+    with pytest.raises(ValueError, match=r"chain\(\.\.\., vs\.optimizers\.per_parameter\(it, model\), \.\.\.\)"):
+        vs.train_state(model, BESIDE_OURS[name])
+
+
+def test_what_is_by_parameter_does_not_hide_a_mask_beside_it(model):
+    by_parameter = vs.optimizers.per_parameter(optax.lamb(0.1), model)
+    vs.train_state(model, optax.chain(by_parameter, optax.scale(0.5)))
+    with pytest.raises(ValueError, match="treats it differently from its buffer"):
+        vs.train_state(model, optax.chain(by_parameter, optax.add_decayed_weights(0.1, mask=matrices)))
+
+
+def test_stepping_aside_leaves_nothing_in_the_caches_of_jit(model):
+    """The check traces the user's own jitted functions, too."""
+    ours = vs.optimizers.muon(0.1)
+    jitted = optax.GradientTransformation(jax.jit(ours.init), jax.jit(ours.update))
+    plain, kept = (vs.train_state(model, tx).opt_state for tx in (ours, jitted))
+    assert jax.tree.structure(plain) == jax.tree.structure(kept)
+    assert jax.tree.leaves(kept)

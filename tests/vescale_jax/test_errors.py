@@ -294,6 +294,16 @@ def test_leaves_of_a_batch_that_are_no_arrays(model: vs.Sharded) -> None:
     )
 
 
+def test_arrays_of_a_batch_that_hold_no_numbers(model: vs.Sharded) -> None:
+    given = {"x": np.array(["a"] * 6), "y": np.array([None] * 6), "z": np.zeros(6, "datetime64[s]")}
+    assert message(TypeError, lambda: step(model, given=given)) == (
+        "train_step: 3 faults\n"
+        "  batch/x: got an array of dtype <U1; want one of numbers; convert it or leave it out\n"
+        "  batch/y: got an array of dtype object; want one of numbers; convert it or leave it out\n"
+        "  batch/z: got an array of dtype datetime64[s]; want one of numbers; convert it or leave it out"
+    )
+
+
 # The loss function.
 
 LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
@@ -353,6 +363,24 @@ def test_a_norm_that_is_not_positive(norm: float) -> None:
     assert message(ValueError, lambda: vs.train_step(mean, optax.sgd(0.1), max_norm=norm)) == (
         f"train_step: max_norm: got {norm}; want a positive number; pass None for no clipping"
     )
+
+
+def test_a_loss_and_an_accumulation_of_another_type() -> None:
+    text = (
+        "value_and_grad: 2 faults\n"
+        "  loss_fn: got None; want a function of the model and a batch; pass the function itself, such as lambda "
+        "model, batch: ...\n"
+        "  accumulation: got 4; want a vs.Accumulation, or None; pass vs.Accumulation(microbatches=4) for four pieces"
+    )
+    anything: Any = None
+    assert message(TypeError, lambda: vs.train_step(anything, optax.sgd(0.1), accumulation=4)) == text
+    assert message(TypeError, lambda: vs.value_and_grad(anything, accumulation=4)) == text
+
+
+def test_a_model_whose_memory_a_step_has_taken(three: Mesh) -> None:
+    model = vs.fully_shard(tree(), three)
+    jax.tree.leaves(model.params)[0].delete()
+    assert message(RuntimeError, lambda: vs.train_state(model, optax.sgd(0.1))).startswith("train_state: got a state")
 
 
 def test_a_model_that_is_not_sharded() -> None:

@@ -75,6 +75,11 @@ def test_time_outs_are_positive() -> None:
     assert str(refused.value) == f"join_hosts: step_timeout: got -1.0; {want}"
 
 
+def test_an_address_has_a_port() -> None:
+    with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS: got 'a'; want host:port"):
+        _job({**TOLD, "JAX_COORDINATOR_ADDRESS": "a"}, None)
+
+
 def test_one_process_alone_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith(("JAX_", "SLURM_", "TPU_", "OMPI_", "KUBERNETES_")):

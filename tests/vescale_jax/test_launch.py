@@ -82,6 +82,17 @@ def test_a_process_that_stays_stopped_ends_the_job_and_so_does_a_signal() -> Non
         assert job.returncode == 128 + signal.SIGTERM
         assert errors.endswith("launch: ended by SIGTERM\n")
 
+    # One that ends with an error of its own by the signal has not ended the job.
+    code = "import os, time; print('up', flush=True); time.sleep(60)"
+    with subprocess.Popen([*command[:-1], code], env=environment(), cwd=ROOT, stdout=-1, stderr=-1, text=True) as job:
+        assert job.stdout is not None
+        assert sorted([job.stdout.readline(), job.stdout.readline()]) == ["[1] up\n", "up\n"]
+        job.send_signal(signal.SIGINT)
+        _, errors = job.communicate(timeout=30)
+        assert job.returncode == 128 + signal.SIGINT
+        assert errors.endswith("launch: ended by SIGINT\n")
+        assert "it ends the job" not in errors
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),

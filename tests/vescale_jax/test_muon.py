@@ -417,6 +417,12 @@ def test_wrong_rules_are_named(meshes: dict[int, Mesh]) -> None:
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"muon: 6 faults\n  beta: got 1\.0; want at least 0 and below 1"):
         muon(0.1, 1.0, adam_b1=-1.0, adam_b2=2.0, eps=-1.0, chunk=0, turn_layers=0)
+    with pytest.raises(
+        ValueError, match=r"muon: 2 faults\n  momentum_dtype: got 'bf16'.*\n  exchange_dtype: got 'int8'"
+    ):
+        muon(0.1, momentum_dtype="bf16", exchange_dtype="int8")
+    with pytest.raises(TypeError, match=r"  beta: got a traced value; .*lambda learning_rate: muon\(learning_rate\)"):
+        optax.inject_hyperparams(muon)(learning_rate=0.1).init({})
     with pytest.raises(ValueError, match="muon: ns_coeffs"):
         muon(0.1, ns_coeffs=(1.0, 2.0))
     tx = muon(0.1)

@@ -69,7 +69,8 @@ OPTIMIZERS = {
 @functools.cache
 def documented():
     """The table of the document: how each optimizer runs, by name."""
-    rows = re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", DOCUMENT.read_text(), re.MULTILINE)
+    section = DOCUMENT.read_text().partition("## Any optax optimizer, by parameter")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", section, re.MULTILINE)
     return {name: how.strip() for names, how in rows for name in re.findall(r"`([^`]+)`", names)}
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax import linen, nnx
 
 import vescale_jax as vs
 from tests.vescale_jax import counting, models, twin
-from vescale_jax.optimizers import Columns, by_path, per_parameter, scale_by_path
+from vescale_jax.optimizers import Columns, by_path, describe, per_parameter, scale_by_path
 from vescale_layouts import DBuffer
 from vescale_planner import Rows, Tile
 
@@ -147,6 +148,30 @@ def test_little_state_takes_no_buffer(params, meshes):
     assert held < 0.4 * sum(x.size for x in jax.tree.leaves(params))
     updates, _ = update(*arguments)
     assert_equal(model, updates, plain_update(optax.adafactor(0.1, min_dim_size_to_factor=16), params))
+
+
+def test_the_table_says_which_parameters_are_treated_alike(meshes):
+    # Over the buffers of three units.
+    model = vs.fully_shard(models.tree(), meshes[3], units=("layers/*",), abstract=True)
+
+    def reasons(tx):
+        return {row.path: row.reason for row in describe(tx, model)}
+
+    paths = ("embed", "scale", "three", "layers/0/b", "layers/0/w", "layers/1/b", "layers/1/w")
+    for kind, ways in {
+        "mask by rank": (1, 2, 2, 2, 1, 2, 1),
+        "mask by path": (1, 1, 1, 1, 2, 1, 2),
+        # By their numbers alone.
+        "rates by path": (1, 3, 3, 2, 2, 3, 3),
+    }.items():
+        wanted = [f"way {way} of {max(ways)}" for way in ways]
+        assert reasons(per_parameter(KINDS[kind], model)) == dict(zip(paths, wanted, strict=True))
+    # What has the label of plain SGD has no state to tell it by.
+    tx = per_parameter(KINDS["labels"], model)
+    one, two, three = "label matrices, way 1 of 3", "label vectors, way 2 of 3", "way 3 of 3"
+    assert reasons(tx) == dict(zip(paths, (one, three, two, two, one, two, one), strict=True))
+    assert set(reasons(jax.eval_shape(tx.init, model.params)).values()) == {"as the buffer"}
+    assert set(reasons(optax.chain(optax.identity(), tx)).values()) == {"as the buffer"}
 
 
 def test_padding_stays_zero(meshes):
@@ -287,3 +312,30 @@ def test_rules_by_path_need_parameters(meshes):
 def test_rules_by_path_pass_over_what_an_outer_mask_took_out():
     rule = by_path({"w": "a", "v": "b"})
     assert rule({"w": jnp.ones(3), "v": optax.MaskedNode()}) == {"w": "a", "v": optax.MaskedNode()}
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_rules_by_path_are_the_same_without_sharding(kind):
+    """Flax keeps an array in a box; the box has no part in the path."""
+    if kind == "nnx":
+        params = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
+    else:
+        params = {name: linen.Partitioned(jnp.ones(3), ("x",)) for name in ("kernel", "bias")}
+    seen = {}
+    by_path(lambda path, x: seen.setdefault(path, True))(params)
+    assert seen == {"bias": True, "kernel": True}
+    scaled, _ = scale_by_path({"bias": 2.0}).update(jax.tree.map(jnp.ones_like, params), optax.EmptyState())
+    assert sorted(float(x.max()) for x in jax.tree.leaves(scaled)) == [1.0, 2.0]
+    tx = optax.masked(optax.set_to_zero(), by_path({"bias": True, "*": False}))
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params))
+    assert sorted(float(x.max()) for x in jax.tree.leaves(updates)) == [0.0, 1.0]
+
+
+@pytest.mark.unchecked_annotations
+def test_rules_by_path_have_a_value_for_every_parameter():
+    with pytest.raises(
+        ValueError, match=r"^by_path: 1 fault\n  w: got no value by any pattern; .* add \"\*\" as the last"
+    ):
+        by_path({"v": True})({"w": jnp.ones(3), "v": jnp.ones(3)})
+    with pytest.raises(TypeError, match=r"^scale_by_path: 1 fault\n  w: got '0.5'; want a factor"):
+        scale_by_path({"w": "0.5"}).update({"w": jnp.ones(3)}, optax.EmptyState())

@@ -239,6 +239,10 @@ def test_the_command_as_json_with_other_rates(capsys: pytest.CaptureFixture[str]
             "got NoneType; want a Workload, or (step, abstract state",
         ),
         (f"--module {MODULE} --chip cpu --topology 8 --plot a.gif", "--plot: got a.gif; want a .png or .svg file"),
+        (f"--module {MODULE} --chip cpu --topology 8 --hlo no/a.txt", "--hlo: got no/a.txt; want a file in a folder"),
+        (f"--module {MODULE} --chip cpu --topology 8 --mesh a=2,a=4", "--mesh: got a twice; want it once"),
+        (f"--module {MODULE} --chip cpu --topology 8 --option no=1", "got the compiler option 'no'; want one that XLA"),
+        ("--module math:pi --chip cpu --topology 8", "got 'math:pi', a float; want a function of a mesh"),
         (f"--module {MODULE} --chip cpu --topology 8 --product-efficiency 2", "Rates: product_efficiency: got 2.0"),
     ],
 )

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from vescale_jax.optimizers import inverse_root
+from vescale_jax.optimizers._givens import orthogonal_factor
 from vescale_jax.optimizers._jacobi import eigenvectors
 from vescale_jax.optimizers._matrices import norm, product
+from vescale_jax.optimizers._soap_basis import first_basis, refreshed
 
 N, K = 5, 12
 
@@ -72,7 +74,7 @@ def test_a_matrix_has_the_same_root_in_any_company(method: Any) -> None:
     x, real = matrices(0, np.stack([np.geomspace(1, 10.0**-d, K) for d in range(N)]), [K, K - 5, 0, K, 1])
     root = jitted(4, 1e-6, method)
     whole = np.asarray(root(x, real))
-    for some in ([0], [4, 1], [2, 3, 0]):
+    for some in ([0], [2, 3, 0]):
         np.testing.assert_array_equal(root(x[some], real[some]), whole[some])
 
 
@@ -96,8 +98,7 @@ def spectra_of(k: int) -> tuple[np.ndarray, np.ndarray]:
     few, many = rng.normal(size=(k, max(k // 3, 1))), rng.normal(size=(k, 3 * k))
     more = few @ few.T / k, many @ many.T / (3 * k), np.diag(np.geomspace(1e-3, 1, k))
     kinds = np.concatenate([kinds, more])
-    scales = np.tile([1.0, 1e-30, 1e30], len(kinds))
-    return np.repeat((kinds + kinds.swapaxes(1, 2)) / 2, 3, axis=0), scales
+    return (kinds + kinds.swapaxes(1, 2)) / 2, np.resize([1.0, 1e-30, 1e30], len(kinds))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 16, 32, 128])
@@ -116,7 +117,26 @@ def test_eigenvectors_are_those_of_float64(k: int) -> None:
     np.testing.assert_allclose(vectors.swapaxes(1, 2) @ vectors, np.broadcast_to(np.eye(k), x.shape), atol=2e-6)
     left = vectors.swapaxes(1, 2) @ given @ vectors
     left[:, np.arange(k), np.arange(k)] = 0
-    assert np.max(np.abs(left) / size[:, :, None]) < 3e-6
+    assert np.max(np.abs(left) / size[:, :, None]) < 2e-6
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 32, 128])
+def test_orthogonal_factors(k: int) -> None:
+    x = np.random.default_rng(k).normal(size=(7, k, k))
+    # Nothing, rows and columns that do not exist, badly scaled columns, equal columns, and extreme scales.
+    x[1], x[2, k // 2 :], x[2, :, k // 2 :] = 0, 0, 0
+    x[3], x[4] = x[3] * 1e-6 ** (np.arange(k) / k)[None], x[4, :, :1]
+    x[5], x[6] = 1e30 * x[5], 1e-30 * x[6]
+    x = x.astype(np.float32)
+    factor = jax.jit(orthogonal_factor)
+    found = np.asarray(factor(x))
+    q = found.astype(np.float64)
+    np.testing.assert_allclose(q.swapaxes(1, 2) @ q, np.broadcast_to(np.eye(k), x.shape), atol=1e-6)
+    left = np.abs(np.tril(q.swapaxes(1, 2) @ x, -1)).max((1, 2))
+    assert np.all(left <= 1e-6 * np.linalg.norm(x.astype(np.float64), axis=(1, 2)))
+    np.testing.assert_array_equal(q[1], np.eye(k))
+    np.testing.assert_array_equal(q[2, k // 2 :], np.eye(k)[k // 2 :])
+    np.testing.assert_array_equal(factor(x[2:3]), found[2:3])
 
 
 def test_what_does_not_exist_is_not_mixed_with_rows_that_have_no_gradient_yet() -> None:
@@ -130,10 +150,13 @@ def test_what_does_not_exist_is_not_mixed_with_rows_that_have_no_gradient_yet() 
     np.testing.assert_allclose(vectors[0].T @ vectors[0], np.eye(K), atol=1e-6)
 
 
-def test_no_program_calls_lapack_for_eigenvalues() -> None:
+def test_no_program_calls_lapack() -> None:
+    # It can hang where several CPU devices of one process are in it.
     x, real = matrices(0, np.ones((1, K)), [K])
-    for method in ("newton", "jacobi"):
-        assert "custom_call" not in jitted(4, 1e-6, method).lower(x, real).as_text()
+    programs = (jitted(4, 1e-6, "newton"), jitted(4, 1e-6, "jacobi"), jax.jit(first_basis))
+    texts = [jax.jit(refreshed).lower(x, x).as_text(), *(program.lower(x, real).as_text() for program in programs)]
+    assert not any("custom_call" in text for text in texts)
+    assert "custom_call" in jax.jit(jax.numpy.linalg.qr).lower(x).as_text()
 
 
 @pytest.mark.parametrize(("method", "most"), [("newton", 0.01), ("jacobi", 0.005)])

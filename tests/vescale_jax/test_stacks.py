@@ -274,6 +274,16 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"stacks": LAYERS},
         [r"layers/short: got shape \(3, 3\); want layers on dim 0, 4 as", r"layers/scalar: got shape \(\);"],
     ),
+    "a list": (
+        {"layers": [{"w": jnp.ones((3, 5)), "b": jnp.ones(5)} for _ in range(2)]},
+        {"stacks": LAYERS},
+        [r"layers/1/w: got shape \(3, 5\); .*; a list of equal layers goes into rolled=\('layers',\)"],
+    ),
+    "no list": (
+        {"layers": {"w": W}},
+        {"rolled": LAYERS},
+        [r"rolled: got pattern 'layers', which matches no list of layers such as layers/0/", r"stacks=\('layers',\)"],
+    ),
     "zero layers": ({"layers": {"w": jnp.ones((0, 3))}}, {"stacks": LAYERS}, [r"layers/w: got shape \(0, 3\);"]),
     "far ahead": ({"layers": {"w": W}}, {"stacks": LAYERS, "prefetch": 2}, ["prefetch: got 2; want 0, 1 or None"]),
     "a unit in a stack": (

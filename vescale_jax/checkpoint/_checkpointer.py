@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Any
 
 from ._errors import DamagedError
-from ._folder import next_name, partial, publish, saved, sweep, thin
+from ._files import COMPLETE, MANIFEST
+from ._folder import absolute, next_name, partial, publish, saved, sweep, thin, unmarked
 from ._processes import Event
 from ._restore import Restored, read_state, together
 from ._save import make_empty
@@ -40,7 +41,8 @@ class Checkpointer:
     - `keep`: complete checkpoints to keep; older ones are removed after a save. None: all.
     - `timeout`: seconds to wait for other processes, at most.
 
-    Raises: `ValueError` for a `keep` or `timeout` that is not positive.
+    Raises: `ValueError` for a `keep` or `timeout` that is not positive, and for an address that is no path; `save` and
+    `restore` raise it for the folder of a single checkpoint.
     """
 
     def __init__(self, folder: "str | os.PathLike[str]", *, keep: int | None = 3, timeout: float = 600.0) -> None:
@@ -48,7 +50,7 @@ class Checkpointer:
             raise ValueError(f"Checkpointer: keep: got {keep}; want at least 1; pass None to keep all")
         if not timeout > 0:
             raise ValueError(f"Checkpointer: timeout: got {timeout}; want a positive number of seconds; pass 600")
-        self.folder = Path(folder).absolute()
+        self.folder = absolute(folder, "Checkpointer")
         self.keep = keep
         self.timeout = timeout
         self._memory = HostMemory()
@@ -151,6 +153,7 @@ class Checkpointer:
 
     def _prepare(self, step: int) -> str:
         """Makes the folder that is written to, in process 0; returns its final name."""
+        self._check_folder("save")
         if not self.folder.is_dir():
             make_empty(self.folder)
         if not self._swept:
@@ -160,8 +163,26 @@ class Checkpointer:
         make_empty(partial(self.folder / name))
         return name
 
+    def _check_folder(self, what: str) -> None:
+        """Refuses the folder of one checkpoint, in which a run would look for its own in vain and start anew."""
+        if (self.folder / COMPLETE).exists() or (self.folder / MANIFEST).exists():
+            raise ValueError(
+                f"Checkpointer.{what}: {self.folder}: got a checkpoint; want the folder of a run; pass "
+                f"{str(self.folder.parent)!r} and restore(state, step=...), or use vs.checkpoint.restore for this one"
+            )
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"Checkpointer.{what}: {self.folder}: got a file; want a folder; choose another path")
+
     def _candidates(self, step: int | None) -> list[str]:
         """Names of the checkpoints that will do, the first choice first."""
+        self._check_folder("restore")
+        if step is None and (lost := unmarked(self.folder)):
+            warnings.warn(
+                f"Checkpointer.restore: {self.folder}: got {', '.join(path.name for path in lost)} without {COMPLETE}; "
+                "want the marker that is written last; copy them again from where they are whole -- going back to what "
+                "is complete",
+                stacklevel=5,
+            )
         found = [item for item in saved(self.folder) if step in (None, item.step)]
         if step is not None and not found:
             raise ValueError(

@@ -62,7 +62,9 @@ def _encode(node: Any, path: str, faults: Faults, arrays: dict[str, np.ndarray])
     if is_key(node):
         arrays[name] = np.asarray(jax.random.key_data(node))
         return {"$array": name, "dtype": "key", "impl": str(jax.random.key_impl(node))}
-    arrays[name] = np.asarray(node)
+    array = np.asarray(node)
+    # The name of a dtype says nothing of the order of its bytes.
+    arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
     if arrays[name].dtype.kind in "OSU" or arrays[name].dtype.names:
         want = "numbers or booleans"
         faults.add(path, got=f"an array of {arrays[name].dtype}", want=want, change="convert it or leave it out")

@@ -30,8 +30,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError) as error:
         raise OSError(
-            f"checkpoint: {path}: got {reason_of(error)!r}; want room and permission to write there; free space or "
-            "choose another folder; complete checkpoints are untouched"
+            f"checkpoint: {path}: got {reason_of(error)!r}; want room and permission to write there, and no other "
+            "job that uses the folder; free space or choose another folder; complete checkpoints are untouched"
         ) from error
 
 

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._files import COMPLETE, MANIFEST, sync_folder
+from ._files import COMPLETE, MANIFEST, sync_folder, writing
 
 _NAME = re.compile(r"(\d{6,})-step-(\d{8,})")
 _PARTIAL, _GONE = ".partial-", ".gone-"
@@ -43,6 +43,20 @@ def saved(folder: Path) -> list[Saved]:
     return sorted(found)
 
 
+def unmarked(folder: Path) -> list[Path]:
+    """Folders that are called checkpoints and are newer than all that are complete, oldest first.
+
+    A save names its folder last, so these have lost their marker: deleted, or not copied whole.
+    """
+    newest = max((item.number for item in saved(folder)), default=0)
+    found: list[tuple[int, Path]] = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir() and not (path / COMPLETE).is_file() and int(match[1]) > newest:
+            found.append((int(match[1]), path))
+    return [path for _, path in sorted(found)]
+
+
 def next_name(folder: Path, step: int) -> str:
     """The name of the next save."""
     taken = [int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -54,6 +68,20 @@ def partial(path: Path) -> Path:
     return path.with_name(_PARTIAL + path.name)
 
 
+def absolute(path: "str | os.PathLike[str]", what: str) -> Path:
+    """A path that stays the same when the process changes its folder.
+
+    Raises: `ValueError` for an address of an object store, which would be taken for a folder here.
+    """
+    text = os.fspath(path)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        raise ValueError(
+            f"{what}: got {text!r}; want a path of a file system, since object stores cannot rename; mount the store, "
+            "or save to a disk and copy complete checkpoints"
+        )
+    return Path(text).absolute()
+
+
 def publish(path: Path) -> None:
     """Gives a checkpoint that is complete under its partial name its own."""
     partial(path).rename(path)
@@ -63,17 +91,19 @@ def publish(path: Path) -> None:
 def remove(path: Path) -> None:
     """Removes a checkpoint: it has lost its name before its first file goes."""
     gone = path.with_name(_GONE + path.name)
-    if gone.exists():
+    with writing(path):
+        if gone.exists():
+            shutil.rmtree(gone)
+        path.rename(gone)
         shutil.rmtree(gone)
-    path.rename(gone)
-    shutil.rmtree(gone)
 
 
 def sweep(folder: Path) -> None:
     """Removes what killed runs have left unfinished."""
     for path in folder.iterdir():
         if path.name.startswith((_PARTIAL, _GONE)):
-            shutil.rmtree(path)
+            with writing(path):
+                shutil.rmtree(path)
 
 
 def thin(folder: Path, keep: int | None) -> None:

@@ -4,7 +4,8 @@ Comes in: the entries of the state, an open checkpoint, and patterns of what sha
 or one error with everything that is missing, too much, or of another shape, dtype or block, and what to do about it.
 """
 
-from collections.abc import Iterable, Sequence
+import glob
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -43,7 +44,8 @@ def check(found: Sequence[Entry], source: Source, reset: Sequence[str], *, model
         for path, name, got, want, change in _compare(entry, source):
             wanted.add(path)
             if got and not is_reset(path, reset):
-                faults.setdefault((path.removesuffix(f"/{name}"), got, want, change), []).append(name)
+                field = path.removesuffix(name).removesuffix("/")
+                faults.setdefault((field, got, want, change), []).append(name)
     there = [f"{field}/{name}" for field, name in (*source.tensors, *source.blocks)]
     there += list(source.values)
     for path in there:
@@ -51,9 +53,10 @@ def check(found: Sequence[Entry], source: Source, reset: Sequence[str], *, model
             continue
         field, _, name = _split(path, source)
         got, want = "a checkpoint that has it, and a state that has not", "what was saved, and no more"
-        change = "restore into the model and optimizer that were saved, or {}"
-        faults.setdefault((field, got, want, change), []).append(name)
-    _raise(faults, source, [pattern for pattern in reset if not _used(pattern, (*wanted, *there))])
+        faults.setdefault((field, got, want, _MODEL if field == MODEL else _BOTH), []).append(name)
+    every = {*wanted, *there}
+    unused = [pattern for pattern in reset if not _used(pattern, every)]
+    _raise(faults, source, unused, {path for path in every if not is_reset(path, reset)})
 
 
 def _split(path: str, source: Source) -> tuple[str, str, str]:
@@ -86,14 +89,15 @@ def _compare(entry: Entry, source: Source) -> Iterable[tuple[str, str, str, str,
 
 _FINE = ("", "", "")
 _MISSING = "nothing in the checkpoint"
+_MODEL = (
+    "restore into the model that was saved; a list of layers goes into a stack, or back, by export and import; or {}"
+)
+_BOTH = "restore into the model and optimizer that were saved, or {}"
 
 
 def _missing(field: str) -> tuple[str, str, str]:
-    if field == MODEL or field.startswith(f"{MODEL}/"):
-        change = "restore into the model that was saved, or {}"
-    else:
-        change = "restore with the optimizer that was saved, or {}"
-    return _MISSING, "what was saved", change
+    of_model = field == MODEL or field.startswith(f"{MODEL}/")
+    return _MISSING, "what was saved", _MODEL if of_model else "restore with the optimizer that was saved, or {}"
 
 
 def _tensor_fault(entry: Tensors, name: str, source: Source) -> tuple[str, str, str]:
@@ -175,25 +179,57 @@ def _value_fault(entry: Value, source: Source) -> tuple[str, str, str]:
     return _shape_fault(item.shape, item.dtype, raw.shape, raw.dtype)
 
 
-def _raise(faults: dict[tuple[str, str, str, str], list[str]], source: Source, unused: Sequence[str]) -> None:
+def _raise(
+    faults: dict[tuple[str, str, str, str], list[str]], source: Source, unused: Sequence[str], every: Collection[str]
+) -> None:
+    """Raises one error with all faults; `every` has all paths that are not reset yet."""
     found = Faults(f"restore from {source.folder}")
     for pattern in unused:
         want = "one that matches something of the state or of the checkpoint"
         change = "compare it with `python -m vescale_jax checkpoint show`"
         found.add("reset", got=f"the pattern {pattern!r}", want=want, change=change)
-    patterns: list[str] = []
-    for (field, got, want, change), names in faults.items():
-        path = f"{field}/{names[0]}" if len(names) == 1 else field
-        patterns.append(path if len(names) == 1 else f"{field}/*")
-        if len(patterns) <= _SHOWN:
+    wrong: set[str] = set()
+    for i, ((field, got, want, change), names) in enumerate(faults.items()):
+        paths = [f"{field}/{name}" if field else name for name in names]
+        wrong.update(paths)
+        if i < _SHOWN:
             some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             more = "" if len(names) == 1 else f" for {len(names)} of its entries ({some})"
+            path = paths[0] if len(names) == 1 else field or "the state"
             found.add(path, got=got + more, want=want, change=change.replace("{}", "reset it"))
-    if len(patterns) > _SHOWN:
-        more = f"{len(patterns) - _SHOWN} more faults like these"
+    if len(faults) > _SHOWN:
+        more = f"{len(faults) - _SHOWN} more faults like these"
         found.add("...", got=more, want="none", change="mend those above first")
-    if patterns:
-        text = f"({', '.join(map(repr, dict.fromkeys(patterns)))},)"
+    if wrong:
+        text = f"({', '.join(map(repr, shortest_patterns(wrong, every)))},)"
         change = f"pass reset={text} to leave all of this as the state has it"
         found.add("reset", got="no pattern for these", want="a state that fits", change=change)
     found.raise_if_any()
+
+
+def shortest_patterns(wrong: Collection[str], every: Collection[str], above: str = "") -> list[str]:
+    """Few patterns that match what is wrong and nothing else, since what fits shall not be lost to a pattern.
+
+    Arguments:
+
+    - `wrong`: paths.
+    - `every`: all paths, those among them.
+    - `above`: what all of these begin with.
+    """
+    found: list[str] = []
+    parts: dict[str, list[str]] = {}
+    for path in sorted(wrong):
+        part, slash, _ = path.removeprefix(above).partition("/")
+        parts.setdefault(above + part + slash, []).append(path)
+    for start, members in parts.items():
+        if not start.endswith("/"):
+            found.append(glob.escape(start))
+            continue
+        inside = [path for path in every if path.startswith(start)]
+        if len(members) == 1:
+            found.append(glob.escape(members[0]))
+        elif len(members) == len(inside):
+            found.append(f"{glob.escape(start)}*")
+        else:
+            found += shortest_patterns(members, inside, start)
+    return found

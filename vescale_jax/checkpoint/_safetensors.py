@@ -71,7 +71,7 @@ def export_safetensors(
     for name, tensor in tensors:
         called = chosen(names, name)
         if tensor.dtype.name not in _CODES:
-            change = "convert the model, or export an orbax tree"
+            change = "convert the model; a checkpoint keeps it as it is"
             faults.add(name, got=f"dtype {tensor.dtype.name}", want=f"one of {sorted(_CODES)}", change=change)
             continue
         if called in header:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ._folder import partial, publish
+from ._folder import absolute, partial, publish
 from ._processes import Event
 from ._snapshot import snapshot
 from ._write import write
@@ -33,7 +33,7 @@ def save(path: "str | os.PathLike[str]", state: Any, extra: Any = None, *, timeo
     taken = snapshot(state, extra, "save", None)
 
     def prepare() -> str:
-        final = Path(path).absolute()
+        final = absolute(path, "save")
         if final.exists():
             raise ValueError(f"save: {final}: got a path that exists; want a new one; remove it or choose another")
         make_empty(partial(final))

@@ -6,6 +6,7 @@ name. So a checkpoint is there whole or not at all.
 """
 
 import json
+import shutil
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ _IN_FLIGHT = 2**27
 
 
 def write(snapshot: Snapshot, folder: Path, event: Event, name: Callable[[], None]) -> None:
-    """Writes a checkpoint; every process has to call it.
+    """Writes a checkpoint; every process has to call it. If that fails, process 0 removes what was written.
 
     Arguments:
 
@@ -36,6 +37,16 @@ def write(snapshot: Snapshot, folder: Path, event: Event, name: Callable[[], Non
     Raises: `OSError` if this process could not write, `RuntimeError` if another one could not, `TimeoutError` if one
     does not answer.
     """
+    try:
+        _write_and_name(snapshot, folder, event, name)
+    except Exception:
+        # Where a disk is full, the next save needs this room.
+        if event.index == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write_and_name(snapshot: Snapshot, folder: Path, event: Event, name: Callable[[], None]) -> None:
     error: Exception | None = None
     try:
         files = _write_part(snapshot, folder, event.index)

@@ -16,6 +16,7 @@ from ._muon_matrix import Matrix as Matrix
 from ._muon_state import MuonMoments as MuonMoments
 from ._muon_state import MuonState as MuonState
 from ._newton_schulz import newton_schulz as newton_schulz
+from ._per_parameter import PerParameter as PerParameter
 from ._per_parameter import per_parameter as per_parameter
 from ._per_parameter_state import Columns as Columns
 from ._precisions import Precision as Precision

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vescale_layouts import BlockArrays, BlockView, DBuffer, Layout, LocalBlocks
+from vescale_layouts import BlockArrays, BlockView, DBuffer, Layout
 from vescale_planner import Block, Elements, Faults, Slot, Tile
 
 from ._codes import Code, CodeName
@@ -39,7 +39,7 @@ class Moment8bit(NamedTuple):
 
     Attributes:
 
-    - `codes`: uint8 (G,), in the places of the parameters; None where no parameter of the group is coded.
+    - `codes`: uint8, in the places of the parameters; None where no parameter of the group is coded.
     - `scales`: float32, one for every block of a coded parameter.
     - `small`: float32, the moment itself for parameters that are not coded; a block for each element or small tile.
     """
@@ -146,7 +146,7 @@ def adamw_8bit(
       own tile, all others runs of so many elements. A `Tile`: all parameters take it; a vector counts as one row.
     - `code`: `"dynamic"` or `"linear"`; see `_codes.py`.
     - `min_size`: parameters with fewer elements keep float32 moments; `precisions` lists them.
-    - `chunk`: elements that are decoded at a time, at most; see `LocalBlocks.update`. It bounds temporary memory.
+    - `chunk`: elements that are decoded at a time, at most; see `BlockView.update`. It bounds temporary memory.
 
     Returns: an optax transformation over `model.params`, for `train_state` and `train_step`. Updates have the dtype of
     the parameters.
@@ -216,14 +216,10 @@ def _zeros(settings: Settings, layout: Layout) -> Moments8bit:
 def _direction(settings: Settings, count: jax.Array, grad: DBuffer, moments: Moments8bit) -> tuple[Any, Moments8bit]:
     """What AdamW would add to the parameters of a group, before the learning rate and weight decay: float32 (G,)."""
     coded, small = _views(settings, grad.layout)
-    step = count.astype(jnp.float32)
+    done = count.astype(jnp.float32)
     # The bias corrections of both moments, put before the fraction: gain * m / (r + eps).
-    root = jnp.sqrt(1 - settings.b2**step)
-    corrections = root / (1 - settings.b1**step), root * settings.eps
-
-    def on_device(local: LocalBlocks, shards: Any, of_blocks: Any, replicated: Any) -> Any:
-        on_blocks = _code if len(shards) == 3 else _keep
-        return local.update(functools.partial(on_blocks, settings, replicated), shards, of_blocks, chunk=settings.chunk)
+    root = jnp.sqrt(1 - settings.b2**done)
+    corrections = root / (1 - settings.b1**done), root * settings.eps
 
     # The direction is written over the gradient, first that of the coded parameters, then that of the others.
     mean, rms = moments
@@ -233,10 +229,16 @@ def _direction(settings: Settings, count: jax.Array, grad: DBuffer, moments: Mom
     rest: Any = mean.small.data, rms.small.data
     if coded.batches:
         shards = out, *(of_moment.data for of_moment in codes)
-        (out, *new), pairs = coded.map(on_device, shards, list(zip(*scales, strict=True)), replicated=corrections)
+        step = functools.partial(_code, settings)
+        (out, *new), pairs = coded.update(
+            step, shards, list(zip(*scales, strict=True)), replicated=corrections, chunk=settings.chunk
+        )
         codes, scales = (DBuffer(x, grad.layout) for x in new), zip(*pairs, strict=True)
     if small.batches:
-        (out,), pairs = small.map(on_device, (out,), list(zip(*rest, strict=True)), replicated=corrections)
+        step = functools.partial(_keep, settings)
+        (out,), pairs = small.update(
+            step, (out,), list(zip(*rest, strict=True)), replicated=corrections, chunk=settings.chunk
+        )
         rest = zip(*pairs, strict=True)
     new = [
         Moment8bit(of_codes, BlockArrays(of_scales, coded), BlockArrays(of_rest, small))

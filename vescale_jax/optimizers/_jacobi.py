@@ -3,10 +3,10 @@
 Comes in: positive semi-definite matrices, float32 (n, k, k), and which of their rows exist. Goes out: eigenvalues,
 largest first, and eigenvectors.
 
-The method is the parallel cyclic one (Brent and Luk, 1985): a round rotates k / 2 pairs of rows and columns at once, and
-k - 1 rounds, a sweep, meet every pair once, in the order of a round-robin tournament. The number of sweeps is fixed, as
-is all else: every matrix has the same bits whatever others are in the batch. There is no call into LAPACK, whose
-eigensolver waits for threads that may all be waiting in it, where several CPU devices of one process call it.
+The method is the parallel cyclic one (Brent and Luk, 1985): a round rotates k / 2 pairs of rows and columns at once,
+and k - 1 rounds, a sweep, meet every pair once, in the order of a round-robin tournament. The number of sweeps is
+fixed, as is all else: every matrix has the same bits whatever others are in the batch. There is no call into LAPACK,
+whose eigensolver waits for threads that may all be waiting in it, where several CPU devices of one process call it.
 
 A thousand rotations leave vectors that are orthogonal to 1e-5 only. So they are made orthogonal, the matrix is taken
 into their basis anew, and two more sweeps, whose rotations are tiny, finish it.
@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._adamw_8bit import rounded
-from ._matrices import TINY, diagonal, largest, product
+from ._matrices import TINY, diagonal, largest, orthogonal, product
 
 # Beyond the logarithm of k; and after the basis was made orthogonal.
 _MORE_SWEEPS = 3
 _LAST_SWEEPS = 2
 # Of an element off the diagonal: over the root of the product of the two on it, and where the largest is 1 to 2.
 _ROUNDING = 2.0**-23
-_LEAST = 2.0**-25
+_LEAST = 2.0**-24
 
 
 def eigenvectors(matrices: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -32,8 +32,8 @@ def eigenvectors(matrices: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.A
 
     Arguments:
 
-    - `matrices`: symmetric and positive semi-definite, of any scale, float32 (n, k, k); zero in rows and columns that do
-      not exist.
+    - `matrices`: symmetric and positive semi-definite, of any scale, float32 (n, k, k); zero in rows and columns that
+      do not exist.
     - `real`: which rows exist, bool (n, k); these come first.
 
     Returns: (n, k) and (n, k, k), vectors in columns. Rows that do not exist are last, have the value 0 and the
@@ -45,9 +45,9 @@ def eigenvectors(matrices: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.A
     a = jnp.pad(matrices / unit[:, None, None], ((0, 0), (0, k % 2), (0, k % 2)))
     eye = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
     _, vectors = _sweeps(a, eye, (k - 1).bit_length() + _MORE_SWEEPS)
-    vectors = _orthogonal(vectors)
+    vectors = orthogonal(vectors)
     turned, vectors = _sweeps(product(vectors, product(a, vectors), (1, 1)), vectors, _LAST_SWEEPS)
-    values, vectors = diagonal(turned)[:, :k], _orthogonal(vectors)[:, :k, :k]
+    values, vectors = diagonal(turned)[:, :k], orthogonal(vectors)[:, :k, :k]
     order = jnp.argsort(jnp.where(real, -values, jnp.inf), axis=1, stable=True)
     values = jnp.take_along_axis(values, order, 1) * unit[:, None]
     return values, jnp.take_along_axis(vectors, order[:, None, :], 2)
@@ -92,11 +92,6 @@ def _rotated(x: jax.Array, cosine: jax.Array, sine: jax.Array, axis: int) -> jax
     # The first stays, all others move on by one place around the table.
     upper = part(one, 0, 1), part(two, 0, 1), part(one, 1, half - 1)
     return jnp.concatenate([*upper, part(two, 1, half), part(one, half - 1, half)], axis)
-
-
-def _orthogonal(vectors: jax.Array) -> jax.Array:
-    """Vectors that are nearly orthogonal, made so: a step of the iteration V (3 - V^T V) / 2."""
-    return rounded(1.5 * vectors) - rounded(0.5 * product(vectors, product(vectors, vectors, (1, 1))))
 
 
 def _power_of_two(x: jax.Array) -> jax.Array:

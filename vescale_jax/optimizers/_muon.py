@@ -11,15 +11,17 @@ Shapes: N shards of S elements, G = N * S; for a stack of L layers (L, G).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from vescale_jax._step_aside import steps_aside
 from vescale_layouts import DBuffer, Layout
 from vescale_planner import Faults
 
@@ -102,14 +104,17 @@ def muon(
     Returns: an optax transformation over `model.params`, for `train_state` and `train_step`. Updates have the dtype of
     the parameters.
 
-    Raises: `ValueError` for numbers out of range. `init` raises `ValueError` that names every pattern which matches
+    Raises: `ValueError` for numbers and dtypes out of range, `TypeError` for traced numbers, as
+    `optax.inject_hyperparams` makes of all arguments. `init` raises `ValueError` that names every pattern which matches
     nothing and every `Matrix` that does not fit its parameter.
     """
+    _check(beta, eps, adam_b1, adam_b2, ns_steps, chunk, turn_layers)
+    kept, sent, computed = _dtypes(
+        {"momentum_dtype": momentum_dtype, "exchange_dtype": exchange_dtype, "compute_dtype": compute_dtype}
+    )
     coefficients = _coefficients(ns_coeffs, ns_steps)
-    _check(beta, eps, adam_b1, adam_b2, chunk, turn_layers)
-    sent, computed = jnp.dtype(exchange_dtype), jnp.dtype(compute_dtype)
     iteration = Iteration(coefficients, eps, consistent_rms, sent, computed, chunk, turn_layers)
-    settings = Settings(beta, nesterov, jnp.dtype(momentum_dtype))
+    settings = Settings(beta, nesterov, kept)
     adam = Adam(adam_b1, adam_b2, eps, adam_weight_decay)
 
     def init(params: Any) -> MuonState:
@@ -149,7 +154,7 @@ def muon(
             new.append((DBuffer(data, p.layout), MuonMoments(kept, mean, rms, m.layout, m.rulings)))
         return tree.unflatten([x for x, _ in new]), MuonState(count, tree.unflatten([m for _, m in new]))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(*steps_aside(init, update))
 
 
 def is_buffer(node: Any) -> bool:
@@ -247,8 +252,30 @@ def _coefficients(given: Sequence[Any], steps: int) -> tuple[tuple[float, ...], 
     return tuple(tuple(float(number) for number in triple) for triple in triples)
 
 
-def _check(beta: float, eps: float, b1: float, b2: float, chunk: Any, turn_layers: Any) -> None:
+def _dtypes(given: Mapping[str, Any]) -> list[Any]:
     faults = Faults("muon")
+    for name, dtype in given.items():
+        try:
+            known = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        except TypeError:
+            known = False
+        if not known:
+            faults.add(name, got=repr(dtype), want="a floating-point dtype", change="pass one such as jnp.bfloat16")
+    faults.raise_if_any()
+    return [jnp.dtype(dtype) for dtype in given.values()]
+
+
+def _check(beta: float, eps: float, b1: float, b2: float, steps: Any, chunk: Any, turn_layers: Any) -> None:
+    faults = Faults("muon")
+    numbers = {"beta": beta, "eps": eps, "adam_b1": b1, "adam_b2": b2}
+    numbers |= {"ns_steps": steps, "chunk": chunk, "turn_layers": turn_layers}
+    for name, value in numbers.items():
+        if isinstance(value, jax.core.Tracer):
+            change = (
+                "inject rates and decays alone: optax.inject_hyperparams(lambda learning_rate: muon(learning_rate))"
+            )
+            faults.add(name, got="a traced value", want="a Python number", change=change)
+    faults.raise_if_any(TypeError)
     for name, value in (("beta", beta), ("adam_b1", b1), ("adam_b2", b2)):
         if not 0 <= value < 1:
             faults.add(name, got=f"{value}", want="at least 0 and below 1", change="pass a decay such as 0.95")

@@ -10,7 +10,7 @@ device and one `psum` of a small vector a round. No parameter, gradient or momen
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from vescale_jax._sharded import Sharded
+from vescale_jax._step_aside import steps_aside
 from vescale_planner import Faults
 
 from ._per_parameter_graph import Graph
@@ -26,11 +27,25 @@ from ._per_parameter_nodes import Dims, Value
 from ._per_parameter_output import CHANGE, WANT, Wanted, run_graph, wanted_nodes
 from ._per_parameter_state import Cell, StateSpec, state_spec
 from ._per_parameter_target import Target
+from ._per_parameter_ways import ways
+
+
+class PerParameter(optax.GradientTransformationExtraArgs):
+    """What `per_parameter` returns; `optimizers.describe` asks it for `ways`.
+
+    Attributes:
+
+    - `ways`: a function without arguments: for each parameter, by path, its label and with which others it is treated
+      alike, in words. An update that needs more arguments, such as the loss, gives none.
+    """
+
+    ways: Callable[[], dict[str, str]]
+
 
 _NO_EXTRA = jax.tree.structure({}), ()
 
 
-def per_parameter(tx: Any, model: Sharded) -> optax.GradientTransformationExtraArgs:
+def per_parameter(tx: Any, model: Sharded) -> PerParameter:
     """Runs an optax optimizer on the parameters of a sharded model, not on the buffers they lie in.
 
         tx = optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
@@ -77,7 +92,20 @@ def per_parameter(tx: Any, model: Sharded) -> optax.GradientTransformationExtraA
         count = len(target.buffers)
         return target.pack(found[:count]), spec().pack(found[count:])
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def words() -> dict[str, str]:
+        graph = Graph(target.shapes, target.paths)
+        try:
+            wanted = _trace(graph, target, inner, spec(), True, _NO_EXTRA)
+        except TypeError as error:
+            # See `_checked`.
+            if "missing" not in str(error):
+                raise
+            return {}
+        return ways(target, graph, wanted[: len(target.buffers)], spec().logical)
+
+    made = PerParameter(*steps_aside(init, update))
+    made.ways = words
+    return made
 
 
 def _trace(

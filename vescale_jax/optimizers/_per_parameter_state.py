@@ -233,6 +233,25 @@ def state_spec(tx: Any, target: Target) -> StateSpec:
     return StateSpec(logical, treedef, tuple(entries), tuple(cells), target.buffers)
 
 
+def column_homes(target: Target, logical: Any) -> list[tuple[tuple[Any, ...], tuple[Home, ...]]]:
+    """For each column of a state: its path, and the parameters that have a leaf in it.
+
+    Arguments:
+
+    - `target`: the parameters.
+    - `logical`: the state over them, shapes only.
+    """
+    leaves, whole = jax.tree.flatten(logical)
+    places = jax.tree.unflatten(jax.tree.structure(target.tree), [Place(home) for home in target.homes])
+    nodes = jax.tree_util.tree_leaves_with_path(
+        whole.unflatten(range(len(leaves))), is_leaf=lambda node: _is_column(places, node)
+    )
+    columns = [(path, node) for path, node in nodes if _is_column(places, node)]
+    return [
+        (path, tuple(home for home, held in _pairs(places, node) if jax.tree.leaves(held))) for path, node in columns
+    ]
+
+
 def _cells(
     column: Mapping[Home, int],
     like: bool,

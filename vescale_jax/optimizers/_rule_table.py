@@ -18,6 +18,8 @@ from vescale_jax._groups import each_group
 from vescale_jax._sharded import Sharded, check_sharded, shardings
 from vescale_layouts import DBuffer
 
+from ._per_parameter import PerParameter
+
 PathOf = Callable[[str, str, str], str]
 """The path of a parameter, from the names of its unit, its group and its slot."""
 
@@ -120,7 +122,8 @@ def describe(optimizer: Any, model: Sharded) -> RuleTable:
 
     Arguments:
 
-    - `optimizer`: an optax transformation, or the state that one made for this model, abstract or not.
+    - `optimizer`: an optax transformation, or the state that one made for this model, abstract or not. Which parameters
+      `per_parameter` treats alike, and their labels, is known of what it returned only.
     - `model`: what `fully_shard` returned; with `abstract=True` nothing is allocated.
     """
     structure = check_sharded(model, "optimizers.describe")
@@ -134,6 +137,7 @@ def describe(optimizer: Any, model: Sharded) -> RuleTable:
     def path_of(unit: str, group: str, name: str) -> str:
         return groups[unit, group].prefix + name
 
+    ways = optimizer.ways() if isinstance(optimizer, PerParameter) else {}
     rows: dict[str, RuleRow] = {}
     buffers: list[tuple[tuple[str, str], DBuffer]] = []
     for keys, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_ends):
@@ -148,7 +152,8 @@ def describe(optimizer: Any, model: Sharded) -> RuleTable:
             path = group.prefix + slot.name
             if path not in rows:
                 cost = sum(held) * slot.spec.size
-                rows[path] = RuleRow(path, slot.shape, "element-wise", "as the buffer", "", cost)
+                why = ways.get(path, "as the buffer")
+                rows[path] = RuleRow(path, slot.shape, "element-wise", why, "", cost)
     units = list(dict.fromkeys(unit for unit, _ in groups))
     order = sorted((units.index(unit), path) for (unit, _), group in groups.items() for path in group.paths)
     return RuleTable(tuple(rows[path] for _, path in order), _device_bytes(state, structure.replicated))

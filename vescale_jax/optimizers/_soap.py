@@ -252,7 +252,7 @@ def _tiles(settings: Settings, scalars: Scalars, blocks: Any, held: Any) -> Any:
         return Bases(*(first_basis(x, there) for x, there in zip(matrices, real, strict=True)))
 
     def turned() -> Bases:
-        return Bases(*(refreshed(x, old, there) for x, old, there in zip(matrices, (a, b), real, strict=True)))
+        return Bases(*(refreshed(x, old) for x, old in zip(matrices, (a, b), strict=True)))
 
     bases = lax.cond(scalars.first, begun, lambda: lax.cond(scalars.refresh, turned, lambda: Bases(a, b)))
     return (out, rms), (statistics, bases)

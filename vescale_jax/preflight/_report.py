@@ -3,6 +3,7 @@
 Comes in: a workload, a chip, a topology. Goes out: a `Report`, as an object and as JSON; `_table` prints it.
 """
 
+import re
 import resource
 import sys
 import time
@@ -180,6 +181,12 @@ def _compile(lowered: Any, options: Mapping[str, Any], chip: str) -> Any:
     try:
         return lowered.compile(compiler_options=dict(options) or None)
     except jax.errors.JaxRuntimeError as error:
+        unknown = re.search(r"No such compile option: '(.*?)'", str(error))
+        if unknown:
+            raise ValueError(
+                f"preflight: got the compiler option {unknown[1]!r}; want one that XLA has for {chip}; mend --option, "
+                "or the step's compiler_options"
+            ) from error
         if "find a suitable version of ptxas" not in str(error):
             raise
         raise ImportError(

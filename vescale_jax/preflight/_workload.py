@@ -81,6 +81,8 @@ def load_workload(path: str, mesh: Mesh, settings: Mapping[str, Any]) -> Workloa
     except (ModuleNotFoundError, AttributeError) as error:
         change = "run the command where the package can be imported"
         raise ValueError(f"--module: got {path!r}; want a function that exists; {change} ({error})") from error
+    if not callable(make):
+        raise ValueError(f"--module: got {path!r}, a {type(make).__name__}; want a function of a mesh; name such a one")
     try:
         inspect.signature(make).bind(mesh, **settings)
     except TypeError as error:

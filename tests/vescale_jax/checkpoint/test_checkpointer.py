@@ -139,3 +139,17 @@ def test_misuse(tmp_path: Path) -> None:
         vs.checkpoint.Checkpointer(tmp_path, keep=0)
     with pytest.raises(ValueError, match="timeout: got 0; want a positive number"):
         vs.checkpoint.Checkpointer(tmp_path, timeout=0)
+    for address in ("gs://bucket/run", "file:///run"):
+        with pytest.raises(ValueError, match="want a path of a file system"):
+            vs.checkpoint.Checkpointer(address)
+
+
+def test_a_run_is_no_checkpoint_and_no_file(state: vs.TrainState, tmp_path: Path) -> None:
+    """What holds no run by mistake would let a run start anew."""
+    one = vs.checkpoint.save(tmp_path / "a", state)
+    (tmp_path / "b").write_text("mine")
+    for path, message in ((one, "got a checkpoint; want the folder of a run"), (tmp_path / "b", "got a file")):
+        checkpointer = vs.checkpoint.Checkpointer(path)
+        for call in (checkpointer.save, checkpointer.restore):
+            with pytest.raises(ValueError, match=message):
+                call(state)

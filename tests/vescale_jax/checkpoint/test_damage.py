@@ -164,7 +164,13 @@ def test_goes_back_to_the_one_before(state: vs.TrainState, tmp_path: Path) -> No
         states.assert_same(again.state, at(state, 3))
         for path in tmp_path.iterdir():
             (path / "COMPLETE").unlink()
-        assert checkpointer.restore(state) is None
+        # A run that starts anew beside what was there does not do so in silence.
+        with pytest.warns(UserWarning, match="000004-step-00000003 without COMPLETE"):
+            assert checkpointer.restore(state) is None
+        checkpointer.save(at(state, 4), wait=True)
+        found = checkpointer.restore(state)
+        assert found is not None
+        assert found.step == 4
 
 
 @pytest.fixture
@@ -181,7 +187,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(small_disk: Path, state: vs.TrainState) -> None:
-    """2.4 MB a checkpoint on a disk of 4 MB: the second one fails, and the first one stays."""
+    """2.4 MB a checkpoint on a disk of 4 MB: the second one fails and gives its room back, and the first one stays."""
     with vs.checkpoint.Checkpointer(small_disk) as checkpointer:
         checkpointer.save(at(state, 1), wait=True)
         checkpointer.save(at(state, 2))
@@ -192,6 +198,7 @@ def test_a_full_disk(small_disk: Path, state: vs.TrainState) -> None:
         found = checkpointer.restore(state)
         assert found is not None
         states.assert_same(found.state, at(state, 1))
+        assert [path.name for path in small_disk.iterdir()] == ["000001-step-00000001"]
 
 
 def test_a_file_that_grows_too_large(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Restoring: onto any mesh, any grouping, any optimizer of ours, bit for bit; and what cannot be kept is named."""
 
+import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,12 +14,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 import vescale_jax as vs
 from tests.vescale_jax import models
 from tests.vescale_jax.checkpoint import states
 from vescale_jax.checkpoint import _snapshot
+from vescale_jax.checkpoint._match import is_reset, shortest_patterns
 from vescale_jax.optimizers import adamw_8bit, muon, per_parameter, shampoo, soap
 from vescale_planner import Tile
 
@@ -77,6 +82,7 @@ def test_a_module_with_all_its_state(meshes: dict[int, Mesh], tmp_path: Path) ->
     key = jax.random.key(3, impl="rbg")
     extra = {"position": 7, "name": "run", "nothing": None, "list": [1.5, (True, float("inf"))], "key": key}
     extra["array"] = jnp.arange(3, dtype=jnp.bfloat16)
+    extra["swapped"] = [np.arange(3, dtype=order + "i4") for order in "<>"]
     state = states.filled(states.make(meshes[8], Model))
     vs.checkpoint.save(tmp_path / "a", state, extra)
     for n in (1, 5):
@@ -87,6 +93,7 @@ def test_a_module_with_all_its_state(meshes: dict[int, Mesh], tmp_path: Path) ->
         array = found.extra.pop("array")
         assert array.dtype == jnp.bfloat16
         assert array.tolist() == [0, 1, 2]
+        assert [array.tolist() for array in found.extra.pop("swapped")] == [[0, 1, 2], [0, 1, 2]]
         assert found.extra == {"position": 7, "name": "run", "nothing": None, "list": [1.5, [True, float("inf")]]}
     # The model alone, out of a training state; keys stay keys.
     model = vs.checkpoint.restore(tmp_path / "a", vs.fully_shard(Model, meshes[3], abstract=True)).state
@@ -235,6 +242,40 @@ def test_what_does_not_fit_is_named_all_at_once(meshes: dict[int, Mesh], tmp_pat
         vs.checkpoint.restore(path, states.make(meshes[3], abstract=True), reset="opt_state/*")
     with pytest.raises(TypeError, match="got a model of type dict"):
         vs.checkpoint.restore(path, {})
+
+
+@given(st.data())
+def test_proposed_patterns_match_what_is_wrong_and_nothing_else(data: st.DataObject) -> None:
+    part = st.sampled_from(["a", "b", "*", "[x]", "?"])
+    paths = st.lists(part, min_size=1, max_size=4).map("/".join)
+    every = data.draw(st.sets(paths, max_size=12))
+    # A path is an array or a folder of such.
+    every = {path for path in every if not any(other.startswith(f"{path}/") for other in every)}
+    wrong = {path for path in sorted(every) if data.draw(st.booleans())}
+    patterns = shortest_patterns(wrong, every)
+    assert {path for path in every if is_reset(path, patterns)} == wrong
+    assert len(patterns) <= len(wrong)
+
+
+def test_what_the_error_proposes_is_taken_and_keeps_what_fits(meshes: dict[int, Mesh], tmp_path: Path) -> None:
+    """Parameters of another shape, missing and new ones, an optimizer where there was none, values without a field."""
+    tree = {**states.numbers(1), "layers": [{"w": np.ones(5, np.float32)} for _ in range(2)]}
+    saved = {"model": vs.fully_shard(tree, meshes[3]), "state": states.filled(states.make(meshes[3], tree))}
+    wanted = states.contents(saved["state"].model)
+    other = {**states.numbers(0), "layers": {"w": np.ones((2, 5), np.float32)}, "v": np.zeros(34, np.float32)}
+    for name, state in saved.items():
+        vs.checkpoint.save(tmp_path / name, state)
+        target = states.make(meshes[2], other)
+        with pytest.raises(ValueError, match="goes into a stack, or back, by export and import") as caught:
+            vs.checkpoint.restore(tmp_path / name, target)
+        proposed = re.search(r"pass reset=(\(.*?,\)) to", str(caught.value))
+        assert proposed is not None
+        found = vs.checkpoint.restore(tmp_path / name, target, reset=ast.literal_eval(proposed[1])).state.model
+        own = states.contents(target.model)
+        kept = states.contents(saved["model"]) if name == "model" else wanted
+        for path, x in states.contents(found).items():
+            want = own[path] if path in ("model/v", "model/layers/w") else kept[path]
+            assert x.tobytes() == want.tobytes(), path
 
 
 def test_another_optimizer_starts_anew(meshes: dict[int, Mesh], tmp_path: Path) -> None:
