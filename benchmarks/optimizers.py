@@ -206,10 +206,9 @@ def ratios(tree: Any, mesh: Mesh, rounds: int, names: str) -> dict[str, Any]:
         "adamw": (optax.adamw(1e-3), elements),
         "adamw_8bit": (vs.optimizers.adamw_8bit(1e-3), elements),
         "muon": (vs.optimizers.muon(**MUON), elements),
+        "shampoo": (vs.optimizers.shampoo(1e-3, block_size=32), tiles),
+        "soap": (vs.optimizers.soap(1e-3, block_size=32), tiles),
     }
-    # Not by eigenvalues: jaxlib's eigh can hang where several virtual CPU devices call it at once.
-    wanted["shampoo"] = (vs.optimizers.shampoo(1e-3, block_size=32, roots="newton"), tiles)
-    wanted["soap"] = (vs.optimizers.soap(1e-3, block_size=32), tiles)
     runs = {
         name: ours(tx, tree, mesh, blocks=blocks) for name, (tx, blocks) in wanted.items() if name in names.split(",")
     }

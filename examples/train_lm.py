@@ -73,7 +73,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def model_config(layers: int, width: int, stack: bool = False) -> ModelConfig:
     """Sizes of the model from the two that can be asked for."""
     if width % HEAD_WIDTH:
-        raise ValueError(f"--width {width} is no multiple of the head width; choose one of {HEAD_WIDTH}")
+        raise ValueError(
+            f"--width {width} is no multiple of the head width, {HEAD_WIDTH}; choose {6 * HEAD_WIDTH}, say"
+        )
     return ModelConfig(
         vocabulary=text.VOCABULARY,
         layers=layers,

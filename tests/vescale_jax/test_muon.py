@@ -421,7 +421,7 @@ def test_wrong_arguments_are_named() -> None:
         ValueError, match=r"muon: 2 faults\n  momentum_dtype: got 'bf16'.*\n  exchange_dtype: got 'int8'"
     ):
         muon(0.1, momentum_dtype="bf16", exchange_dtype="int8")
-    with pytest.raises(TypeError, match=r"  beta: got a traced value; .*lambda learning_rate: muon\(learning_rate\)"):
+    with pytest.raises(TypeError, match=r"  beta: got a JAX array; .*lambda learning_rate: muon\(learning_rate\)"):
         optax.inject_hyperparams(muon)(learning_rate=0.1).init({})
     with pytest.raises(ValueError, match="muon: ns_coeffs"):
         muon(0.1, ns_coeffs=(1.0, 2.0))

@@ -55,7 +55,7 @@ def by_path(rule: Rule[Any], default: Any = None) -> Callable[[Any], Any]:
         found = resolve(rule, names, argument="rule", default=default, faults=faults)
         if len(names) < len(flat):
             faults = Faults("by_path")
-        for name, value in found.items():
+        for name, value in found.items() if not faults else ():
             if value is None:
                 change = 'add "*" as the last pattern, or pass default=...'
                 faults.add(name, got="no value by any pattern", want="one for every parameter", change=change)

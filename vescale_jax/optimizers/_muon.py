@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
@@ -104,7 +103,7 @@ def muon(
     Returns: an optax transformation over `model.params`, for `train_state` and `train_step`. Updates have the dtype of
     the parameters.
 
-    Raises: `ValueError` for numbers and dtypes out of range, `TypeError` for traced numbers, as
+    Raises: `ValueError` for numbers and dtypes out of range, `TypeError` for arrays instead of numbers, as
     `optax.inject_hyperparams` makes of all arguments. `init` raises `ValueError` that names every pattern which matches
     nothing and every `Matrix` that does not fit its parameter.
     """
@@ -270,11 +269,11 @@ def _check(beta: float, eps: float, b1: float, b2: float, steps: Any, chunk: Any
     numbers = {"beta": beta, "eps": eps, "adam_b1": b1, "adam_b2": b2}
     numbers |= {"ns_steps": steps, "chunk": chunk, "turn_layers": turn_layers}
     for name, value in numbers.items():
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, jax.Array):
             change = (
                 "inject rates and decays alone: optax.inject_hyperparams(lambda learning_rate: muon(learning_rate))"
             )
-            faults.add(name, got="a traced value", want="a Python number", change=change)
+            faults.add(name, got="a JAX array", want="a Python number", change=change)
     faults.raise_if_any(TypeError)
     for name, value in (("beta", beta), ("adam_b1", b1), ("adam_b2", b2)):
         if not 0 <= value < 1:
