@@ -44,7 +44,8 @@ def block_descent(learning_rate: float, decay: float = 0.9) -> optax.GradientTra
         shard, new = scales.view.map(step, grad.data, scales.data)
         return DBuffer(shard, grad.layout), BlockArrays(new, scales.view)
 
-    return optax.GradientTransformation(init, update)
+    # In a chain, masks and ratios beside it are then still checked by train_state.
+    return optax.GradientTransformation(*vs.optimizers.steps_aside(init, update))
 
 
 def on_buffers(function: Callable, *trees):

@@ -57,7 +57,8 @@ def sum_dtype(dtype: DTypeLike) -> jnp.dtype:
     Returns: float32, or the dtype itself where that is wider or no float.
     """
     dtype = jnp.dtype(dtype)
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    # By width, since JAX promotes 8-bit floats to nothing by itself.
+    return jnp.dtype(jnp.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
 def reduce_scatter(

@@ -7,6 +7,7 @@ import optax.contrib
 import pytest
 
 import vescale_jax as vs
+from examples.block_optimizer import block_descent
 from tests.vescale_jax import models
 
 
@@ -39,7 +40,16 @@ ALIKE = {
 BESIDE_OURS = {
     "adaptive clipping before muon": optax.chain(optax.adaptive_grad_clip(0.1), vs.optimizers.muon(0.1)),
     "trust ratios after muon": optax.chain(vs.optimizers.muon(0.1), optax.scale_by_trust_ratio()),
-    "decay mask after muon": optax.chain(vs.optimizers.muon(0.1), optax.add_decayed_weights(0.1, mask=matrices)),
+    **{
+        f"decay mask after {make.__name__}": optax.chain(make(0.1), optax.add_decayed_weights(0.1, mask=matrices))
+        for make in (
+            vs.optimizers.muon,
+            vs.optimizers.adamw_8bit,
+            vs.optimizers.shampoo,
+            vs.optimizers.soap,
+            block_descent,
+        )
+    },
 }
 
 OTHERWISE = {

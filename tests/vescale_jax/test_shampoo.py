@@ -311,7 +311,7 @@ def test_tiles_that_shards_may_cut_are_named_with_the_cure(meshes: dict[int, Mes
         with pytest.raises(ValueError) as caught:
             vs.train_state(model, optimizer())
         assert str(caught.value) == (
-            "shampoo(block_size=16): 1 fault\n  root/float32/a: got blocks tile:16,16 of a parameter planned with "
+            "shampoo(block_size=16): 1 fault\n  a: got blocks tile:16,16 of a parameter planned with "
             "elements:1, row_major storage; want a parameter whose shards never cut tile:16,16; pass "
             "blocks=Tile(rows=16, cols=16) for it to fully_shard (or to TensorSpec)"
         )

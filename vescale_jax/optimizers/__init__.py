@@ -3,6 +3,8 @@
 Element-wise optimizers need nothing from here: optax's own work on the buffers as they are.
 """
 
+from vescale_jax._step_aside import steps_aside as steps_aside
+
 from ._adamw_8bit import AdamW8bitState as AdamW8bitState
 from ._adamw_8bit import Moment8bit as Moment8bit
 from ._adamw_8bit import Moments8bit as Moments8bit

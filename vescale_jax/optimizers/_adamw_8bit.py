@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from vescale_jax._step_aside import steps_aside
+from vescale_jax._units import ROOT
 from vescale_layouts import BlockArrays, BlockView, DBuffer, Layout
 from vescale_planner import Block, Elements, Faults, Slot, Tile
 
@@ -178,7 +180,7 @@ def adamw_8bit(
         ]
         return tree.unflatten(new), AdamW8bitState(count, tree.unflatten([moments for _, moments in steps]))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(*steps_aside(init, update))
 
 
 def is_buffer(node: Any) -> bool:
@@ -315,15 +317,17 @@ def _check(b1: float, b2: float, eps: float, block_size: Any, code: str, min_siz
 def _check_buffers(settings: Settings, params: Any) -> None:
     faults = Faults(f"adamw_8bit(block_size={settings.block_size!r})")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_buffer):
-        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        unit = jax.tree_util.keystr(path[:-1] or path, simple=True, separator="/")
         if not is_buffer(leaf):
             raise TypeError(
-                f"adamw_8bit: {where}: got {type(leaf).__name__}; want a buffer of a sharded model; shard the model "
+                f"adamw_8bit: {unit}: got {type(leaf).__name__}; want a buffer of a sharded model; shard the model "
                 "with fully_shard and pass model.params"
             )
         try:
             _views(settings, leaf.layout)
         except ValueError as error:
             for line in str(error).split("\n  ")[1:]:
-                faults.absorb(ValueError(f"{where}/{line}"))
+                # Parameters are called as in rules by path, which do not know of groups.
+                whole = unit == ROOT or line.startswith(unit)
+                faults.absorb(ValueError(line if whole else f"{unit}/{line}"))
     faults.raise_if_any()

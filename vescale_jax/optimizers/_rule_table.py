@@ -5,6 +5,7 @@ a table. A state says itself what it did: every node of it with a method `rules`
 such node speaks for belongs to an element-wise optimizer.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -111,8 +112,9 @@ class RuleTable:
 
     def _caption(self) -> str:
         fallen = f"{len(self.fallen_back)} fell back" if self.fallen_back else "none fell back"
+        rules = ", ".join(f"{number} {rule}" for rule, number in Counter(row.rule for row in self.rows).items())
         return (
-            f"{len(self.rows)} parameters, {fallen}; {self.state_bytes:,} bytes of state in all, "
+            f"{len(self.rows)} parameters ({rules}), {fallen}; {self.state_bytes:,} bytes of state in all, "
             f"{self.device_bytes:,} on one device with padding"
         )
 

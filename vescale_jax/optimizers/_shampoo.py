@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from vescale_jax._step_aside import steps_aside
 from vescale_layouts import BlockArrays, BlockView, DBuffer
 from vescale_planner import Faults, Tile
 
@@ -230,7 +231,7 @@ def shampoo(
         ]
         return tree.unflatten(new), ShampooState(count, tree.unflatten([moments for _, moments in steps]))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(*steps_aside(init, update))
 
 
 def _zeros(settings: Settings, buffer: DBuffer) -> ShampooMoments:

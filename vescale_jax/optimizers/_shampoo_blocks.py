@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from vescale_jax._units import ROOT
 from vescale_layouts import BlockView, Layout
 from vescale_planner import Elements, Faults, Slot, Tile
 
@@ -115,17 +116,19 @@ def check_buffers(choice: Choice, params: Any, what: str) -> None:
     """
     faults = Faults(f"{what}(block_size={choice.block_size!r})")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_buffer):
-        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        unit = jax.tree_util.keystr(path[:-1] or path, simple=True, separator="/")
         if not is_buffer(leaf):
             raise TypeError(
-                f"{what}: {where}: got {type(leaf).__name__}; want a buffer of a sharded model; shard the model with "
+                f"{what}: {unit}: got {type(leaf).__name__}; want a buffer of a sharded model; shard the model with "
                 "fully_shard and pass model.params"
             )
         try:
             views(choice, leaf.layout)
         except ValueError as error:
             for line in str(error).split("\n  ")[1:]:
-                faults.absorb(ValueError(f"{where}/{line}"))
+                # Parameters are called as in rules by path, which do not know of groups.
+                whole = unit == ROOT or line.startswith(unit)
+                faults.absorb(ValueError(line if whole else f"{unit}/{line}"))
     faults.raise_if_any()
 
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from vescale_jax._step_aside import steps_aside
 from vescale_layouts import DBuffer
 from vescale_planner import Faults, Tile
 
@@ -191,7 +192,7 @@ def soap(
         ]
         return tree.unflatten(new), SoapState(count, tree.unflatten([moments for _, moments in steps]))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(*steps_aside(init, update))
 
 
 def _zeros(settings: Settings, buffer: DBuffer) -> SoapMoments:
