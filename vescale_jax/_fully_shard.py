@@ -6,6 +6,8 @@ the order of the files: the model is taken apart (`_forms`), its parameters are 
 All mistakes of the arguments are found before anything is made, and reported together.
 """
 
+import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +96,7 @@ def fully_shard(
     is wanted and what to change.
     """
     axis = _axis(mesh, axis)
+    _warn_of_lone_processes(mesh)
     _check_arguments(model, params, policy, max_unit_bytes)
     streams = {} if rngs is None else rngs
     build = builder(model, params, streams)
@@ -126,6 +129,18 @@ def _axis(mesh: Mesh, axis: str | None) -> str:
     if axis not in names:
         raise ValueError(f"fully_shard: axis: got {axis!r}; want one of the mesh's axes {names}; pass axis=...")
     return str(axis)
+
+
+def _warn_of_lone_processes(mesh: Mesh) -> None:
+    """Says so when this process was started as one of several and trains alone."""
+    started = os.environ.get("JAX_NUM_PROCESSES", "1")
+    alone = len({device.process_index for device in mesh.devices.flat}) == 1
+    if alone and jax.process_count() == 1 and started.isdigit() and int(started) > 1:
+        warnings.warn(
+            f"fully_shard: this is one of {started} processes (JAX_NUM_PROCESSES), and knows nothing of the others: "
+            "each trains a model of its own. Call vs.join_hosts() first in the script.",
+            stacklevel=3,
+        )
 
 
 def _check_arguments(model: Any, params: Any, policy: Any, max_unit_bytes: Any) -> None:

@@ -95,3 +95,9 @@ def test_double_precision_parameters_are_counted_as_they_are_stored(two):
     model = vs.fully_shard({"w": np.ones(64, np.float64)}, two)
     assert vs.describe(model).groups[0].dtype == "float32"
     assert vs.describe(model).shard_bytes == sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(model))
+
+
+def test_a_process_that_trains_alone_is_told(mesh, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    with pytest.warns(UserWarning, match="one of 2 processes"):
+        vs.fully_shard({"w": jnp.ones(3)}, mesh(2))
