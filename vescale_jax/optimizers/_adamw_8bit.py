@@ -25,10 +25,10 @@ import numpy as np
 import optax
 
 from vescale_jax._step_aside import steps_aside
-from vescale_jax._units import ROOT
 from vescale_layouts import BlockArrays, BlockView, DBuffer, Layout
 from vescale_planner import Block, Elements, Faults, Slot, Tile
 
+from ._buffers import check_buffers, is_buffer
 from ._codes import Code, CodeName
 from ._rule_table import PathOf, RuleRow
 
@@ -160,7 +160,7 @@ def adamw_8bit(
     settings = Settings(b1, b2, eps, block_size, code, min_size, chunk)
 
     def init(params: Any) -> AdamW8bitState:
-        _check_buffers(settings, params)
+        check_buffers("adamw_8bit", settings.block_size, params, functools.partial(_views, settings))
         moments = jax.tree.map(lambda buffer: _zeros(settings, buffer.layout), params, is_leaf=is_buffer)
         return AdamW8bitState(jnp.zeros((), jnp.int32), moments)
 
@@ -181,11 +181,6 @@ def adamw_8bit(
         return tree.unflatten(new), AdamW8bitState(count, tree.unflatten([moments for _, moments in steps]))
 
     return optax.GradientTransformation(*steps_aside(init, update))
-
-
-def is_buffer(node: Any) -> bool:
-    """Whether a node of a tree is a group's buffer."""
-    return isinstance(node, DBuffer)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -311,23 +306,4 @@ def _check(b1: float, b2: float, eps: float, block_size: Any, code: str, min_siz
         faults.add("min_size", got=repr(min_size), want="a number of elements", change="pass 4096, or 0 to code all")
     if not isinstance(chunk, int) or chunk < 1:
         faults.add("chunk", got=repr(chunk), want="a number of elements", change="leave it out, or pass 2**20")
-    faults.raise_if_any()
-
-
-def _check_buffers(settings: Settings, params: Any) -> None:
-    faults = Faults(f"adamw_8bit(block_size={settings.block_size!r})")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_buffer):
-        unit = jax.tree_util.keystr(path[:-1] or path, simple=True, separator="/")
-        if not is_buffer(leaf):
-            raise TypeError(
-                f"adamw_8bit: {unit}: got {type(leaf).__name__}; want a buffer of a sharded model; shard the model "
-                "with fully_shard and pass model.params"
-            )
-        try:
-            _views(settings, leaf.layout)
-        except ValueError as error:
-            for line in str(error).split("\n  ")[1:]:
-                # Parameters are called as in rules by path, which do not know of groups.
-                whole = unit == ROOT or line.startswith(unit)
-                faults.absorb(ValueError(line if whole else f"{unit}/{line}"))
     faults.raise_if_any()

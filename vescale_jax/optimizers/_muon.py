@@ -24,6 +24,7 @@ from vescale_jax._step_aside import steps_aside
 from vescale_layouts import DBuffer, Layout
 from vescale_planner import Faults
 
+from ._buffers import is_buffer
 from ._muon_adam import Adam, adam_step, adam_zeros
 from ._muon_orthogonal import Iteration, orthogonalise
 from ._muon_rules import Ruling, rulings
@@ -154,11 +155,6 @@ def muon(
         return tree.unflatten([x for x, _ in new]), MuonState(count, tree.unflatten([m for _, m in new]))
 
     return optax.GradientTransformation(*steps_aside(init, update))
-
-
-def is_buffer(node: Any) -> bool:
-    """Whether a node of a tree is a group's buffer."""
-    return isinstance(node, DBuffer)
 
 
 def source_of(moments: MuonMoments) -> Source | None:

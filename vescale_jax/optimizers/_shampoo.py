@@ -22,11 +22,12 @@ from vescale_jax._step_aside import steps_aside
 from vescale_layouts import BlockArrays, BlockView, DBuffer
 from vescale_planner import Faults, Tile
 
-from ._adamw_8bit import ScalarOrSchedule, is_buffer, rounded, scaled
+from ._adamw_8bit import ScalarOrSchedule, rounded, scaled
+from ._buffers import check_buffers, is_buffer
 from ._matrices import TINY, largest, norm, product
 from ._roots import RootMethod, inverse_root
 from ._rule_table import PathOf, RuleRow
-from ._shampoo_blocks import Choice, Costs, check_buffers, check_numbers, filled, rule_rows, views
+from ._shampoo_blocks import Choice, Costs, check_numbers, filled, rule_rows, views
 from ._shampoo_elements import Correction, adam, correction, new_mean, new_rms, seen
 from ._shampoo_statistics import Statistics, accumulated, by_batch, by_name, sides
 
@@ -212,7 +213,7 @@ def shampoo(
     )
 
     def init(params: Any) -> ShampooState:
-        check_buffers(choice, params, "shampoo")
+        check_buffers("shampoo", choice.block_size, params, functools.partial(views, choice))
         moments = jax.tree.map(lambda buffer: _zeros(settings, buffer), params, is_leaf=is_buffer)
         return ShampooState(jnp.zeros((), jnp.int32), moments)
 

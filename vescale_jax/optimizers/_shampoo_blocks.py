@@ -14,11 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vescale_jax._units import ROOT
 from vescale_layouts import BlockView, Layout
 from vescale_planner import Elements, Faults, Slot, Tile
 
-from ._adamw_8bit import is_buffer
 from ._rule_table import PathOf, RuleRow
 
 
@@ -102,34 +100,6 @@ def views(choice: Choice, layout: Layout) -> Views:
 def filled(layout: Layout, value: bool | float) -> jax.Array:
     """An array like the buffer, bool or float32, that holds one value; split, `True` says which elements exist."""
     return jax.device_put(jnp.full(layout.buffer_shape, value, bool if value is True else jnp.float32), layout.sharding)
-
-
-def check_buffers(choice: Choice, params: Any, what: str) -> None:
-    """Raises unless all leaves are buffers whose plans keep all tiles whole, on every mesh.
-
-    Arguments:
-
-    - `params`: what the optimizer's `init` was given.
-    - `what`: the public name of the optimizer.
-
-    Raises: `TypeError` for a leaf that is no buffer, `ValueError` that names every parameter whose tiles may be cut.
-    """
-    faults = Faults(f"{what}(block_size={choice.block_size!r})")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_buffer):
-        unit = jax.tree_util.keystr(path[:-1] or path, simple=True, separator="/")
-        if not is_buffer(leaf):
-            raise TypeError(
-                f"{what}: {unit}: got {type(leaf).__name__}; want a buffer of a sharded model; shard the model with "
-                "fully_shard and pass model.params"
-            )
-        try:
-            views(choice, leaf.layout)
-        except ValueError as error:
-            for line in str(error).split("\n  ")[1:]:
-                # Parameters are called as in rules by path, which do not know of groups.
-                whole = unit == ROOT or line.startswith(unit)
-                faults.absorb(ValueError(line if whole else f"{unit}/{line}"))
-    faults.raise_if_any()
 
 
 def rule_rows(groups: Any, rule: str, of_tiles: Callable[[Any], Costs], path_of: PathOf) -> Iterator[RuleRow]:

@@ -24,10 +24,11 @@ from vescale_jax._step_aside import steps_aside
 from vescale_layouts import DBuffer
 from vescale_planner import Faults, Tile
 
-from ._adamw_8bit import ScalarOrSchedule, is_buffer, scaled
+from ._adamw_8bit import ScalarOrSchedule, scaled
+from ._buffers import check_buffers, is_buffer
 from ._matrices import product
 from ._rule_table import PathOf, RuleRow
-from ._shampoo_blocks import Choice, Costs, check_buffers, check_numbers, filled, rule_rows, views
+from ._shampoo_blocks import Choice, Costs, check_numbers, filled, rule_rows, views
 from ._shampoo_elements import Correction, adam, correction, new_mean, new_rms
 from ._shampoo_statistics import Statistics, accumulated, by_batch, by_name, sides
 from ._soap_basis import first_basis, refreshed
@@ -173,7 +174,7 @@ def soap(
     settings = Settings(b1, b2, eps, choice, precondition_frequency, chunk)
 
     def init(params: Any) -> SoapState:
-        check_buffers(choice, params, "soap")
+        check_buffers("soap", choice.block_size, params, functools.partial(views, choice))
         moments = jax.tree.map(lambda buffer: _zeros(settings, buffer), params, is_leaf=is_buffer)
         return SoapState(jnp.zeros((), jnp.int32), moments)
 
