@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 from vescale_layouts import DBuffer
 from vescale_planner import Faults
 
-from ._form import is_key, path_name
-from ._rest import Changed
+from ._form import path_name
+from ._rest import Changed, fold_keys
 from ._sharded import Buffers
 
 
@@ -88,7 +88,7 @@ def accumulate(
         )
 
     def one(rest: tuple[Any, ...], index: Any) -> Evaluation:
-        sums, changed, grads = evaluate(_own_keys(rest, index), piece(index))
+        sums, changed, grads = evaluate(fold_keys(rest, index), piece(index))
         wide = {
             unit: {
                 name: DBuffer(g.data.astype(accumulation.dtype_for(dtypes[unit][name])), g.layout)
@@ -133,12 +133,3 @@ def _is_cut(batch: Any) -> Any:
 
 def _cut(batch: Any, number: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]) if jnp.ndim(x) else x, batch)
-
-
-def _own_keys(rest: tuple[Any, ...], index: Any) -> tuple[Any, ...]:
-    """Random keys of a microbatch's own, so that equal rows draw different numbers."""
-
-    def fold(key: jax.Array) -> jax.Array:
-        return jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), index).reshape(key.shape)
-
-    return tuple(fold(leaf) if is_key(leaf) else leaf for leaf in rest)

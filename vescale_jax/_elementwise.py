@@ -20,10 +20,9 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
-from vescale_layouts import DBuffer
 from vescale_planner import Faults
 
-from ._sharded import Buffers
+from ._sharded import Buffers, is_buffer
 from ._step_aside import aside
 
 _INLINED = frozenset(["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"])
@@ -62,7 +61,7 @@ def check_elementwise(tx: Any, params: Buffers, what: str) -> None:
     Raises: `ValueError` that names every parameter which would be treated otherwise.
     """
     flat = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    whole = jax.tree.map(_tensors, flat, is_leaf=_is_buffer)
+    whole = jax.tree.map(_tensors, flat, is_leaf=is_buffer)
     try:
         with aside(True):
             whole_state, whole_uses, _ = _uses(tx, whole)
@@ -81,7 +80,7 @@ def check_elementwise(tx: Any, params: Buffers, what: str) -> None:
         if fault:
             got = f"an optimizer that {fault}"
             faults.add(_readable(path), got=got, want=want, change=change)
-    expanded = jax.tree.map(_tensors, flat_state, is_leaf=_is_buffer)
+    expanded = jax.tree.map(_tensors, flat_state, is_leaf=is_buffer)
     if not faults and (_odd_buffers(flat_state) or _described(whole_state) != _described(expanded)):
         got = "an optimizer whose state depends on single parameters (such as Adafactor or NovoGrad)"
         faults.add("tx", got=got, want=want, change=change)
@@ -99,17 +98,13 @@ def _change(tx: Any, whole: Any) -> str:
 
 def _odd_buffers(state: Any) -> bool:
     """Whether some state belongs to a buffer and has not its size: one value for all its parameters."""
-    nodes = [node for node in jax.tree.leaves(state, is_leaf=_is_buffer) if _is_buffer(node)]
+    nodes = [node for node in jax.tree.leaves(state, is_leaf=is_buffer) if is_buffer(node)]
     return any(leaf.shape != node.layout.buffer_shape for node in nodes for leaf in jax.tree.leaves(node.data))
-
-
-def _is_buffer(node: Any) -> bool:
-    return isinstance(node, DBuffer)
 
 
 def _tensors(node: Any) -> Any:
     """A buffer as a dict of its tensors, where it still has its size; what it holds otherwise, for each of them."""
-    if not _is_buffer(node):
+    if not is_buffer(node):
         return node
     slots, data = node.layout.plan.slots, node.data
     if getattr(data, "shape", None) == node.layout.buffer_shape:

@@ -4,7 +4,6 @@ Everything here runs while the step is traced, inside `shard_map`. Every group i
 places each gather before its first use.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from ._batch import batch_specs
 from ._groups import Unit, each_group
 from ._rest import own_keys
 from ._scans import stack_key
-from ._sharded import Buffers, Sharded
+from ._sharded import Buffers, Sharded, is_buffer
 
 
 def on_devices(
@@ -60,12 +59,7 @@ def on_devices(
 
 def buffer_specs(buffers: Buffers) -> Any:
     """The partition spec of every buffer."""
-    is_buffer = functools.partial(_is, DBuffer)
     return jax.tree.map(lambda buffer: DBuffer(buffer.layout.spec, buffer.layout), buffers, is_leaf=is_buffer)
-
-
-def _is(kind: type, node: Any) -> bool:
-    return isinstance(node, kind)
 
 
 def gather_units(

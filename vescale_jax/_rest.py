@@ -22,7 +22,11 @@ Changed = dict[int, jax.Array]
 
 def own_keys(rest: tuple[Any, ...], axis: str) -> tuple[Any, ...]:
     """Folds the device's index into every random key, so that devices draw different dropout masks."""
-    index = lax.axis_index(axis)
+    return fold_keys(rest, lax.axis_index(axis))
+
+
+def fold_keys(rest: tuple[Any, ...], index: Any) -> tuple[Any, ...]:
+    """Folds an integer into every random key, so that equal rows draw different numbers under different integers."""
 
     def fold(key: jax.Array) -> jax.Array:
         flat = jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), index)

@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 
+from ._equations import evaluate, opened
 from ._groups import Group, Unit
 from ._layer import Operands
 from ._loop import Loop
@@ -206,14 +207,8 @@ class _Run:
 
     def _flush(self) -> None:
         """Evaluates what has been put off: equations that have nothing to do with stacks."""
-        eqns = self.pending
-        made = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, DropVar)]
-        inner = set(made)
-        needed = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in inner))
-        if made or eqns:
-            piece = self.jaxpr.replace(constvars=[], invars=needed, eqns=list(eqns), outvars=made)
-            values = jax.core.eval_jaxpr(piece, (), *[self.env[v] for v in needed])
-            self.env.update(zip(made, values, strict=True))
+        if self.pending:
+            self.env.update(evaluate(self.jaxpr, self.pending, self.env))
         self.pending.clear()
 
     def _loop(self, region: Region) -> None:
@@ -238,7 +233,7 @@ class _Run:
         """An equation that reads a stack."""
         name = eqn.primitive.name
         if name in _INLINED:
-            return _Run(*_opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))))(operands)
+            return _Run(*opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))))(operands)
         if name in CHECKPOINTS:
             return _checkpointed(eqn, operands)
         if name in _LAYERWISE and len(operands) == 1:
@@ -250,24 +245,13 @@ class _Run:
             return _scanned(eqn, operands)
         where = f"an operation outside of the loop over layers ({name})"
         whole = [_gathered(x, where) if _is_stacked(x) else x for x in operands]
-        return _evaluated(self.jaxpr, eqn, whole)
+        given = {v: x for v, x in zip(eqn.invars, whole, strict=True) if isinstance(v, Var)}
+        made = evaluate(self.jaxpr, [eqn], given)
+        return [made.get(v) for v in eqn.outvars]
 
 
 def _then(stand: Stacked, step: Callable[[jax.Array], jax.Array]) -> Stacked:
     return replace(stand, steps=(*stand.steps, step))
-
-
-def _opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
-
-
-def _evaluated(jaxpr: Jaxpr, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    inputs = [v for v in eqn.invars if isinstance(v, Var)]
-    outputs = [v for v in eqn.outvars if not isinstance(v, DropVar)]
-    piece = jaxpr.replace(constvars=[], invars=list(dict.fromkeys(inputs)), eqns=[eqn], outvars=outputs)
-    given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if isinstance(v, Var)}
-    values = iter(jax.core.eval_jaxpr(piece, (), *given.values()))
-    return [None if isinstance(v, DropVar) else next(values) for v in eqn.outvars]
 
 
 def _gathered(stand: Stacked, where: str) -> jax.Array:
@@ -293,7 +277,7 @@ def _checkpointed(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         }
         plain = iter(values)
         given = [replace(x, source=inside[x.source.key]) if _is_stacked(x) else next(plain) for x in operands]
-        outputs = _Run(*_opened(eqn.params["jaxpr"]))(given)
+        outputs = _Run(*opened(eqn.params["jaxpr"]))(given)
         handed[:] = [x if _is_stacked(x) else None for x in outputs]
         return [x for x in outputs if not _is_stacked(x)]
 
@@ -311,7 +295,7 @@ def _scanned(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     before = [_gathered(x, "all turns of a loop, as a whole") if _is_stacked(x) else x for x in operands[:start]]
     along = operands[start:]
     stands = [x for x in along if _is_stacked(x)]
-    jaxpr, values = _opened(eqn.params["jaxpr"])
+    jaxpr, values = opened(eqn.params["jaxpr"])
     if not stands:
         return _plain_scan(eqn, jaxpr, values, before, along, consts)
     if min(stand.source.unit.prefetch for stand in stands) or eqn.params["unroll"] < eqn.params["length"]:

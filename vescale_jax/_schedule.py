@@ -21,6 +21,7 @@ import jax.core
 from jax import lax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
+from ._equations import evaluate, opened
 from ._origins import CHECKPOINTS
 
 
@@ -63,7 +64,7 @@ def run_backward(
 
     def flush() -> None:
         if pending:
-            env.update(_evaluate(jaxpr, pending, env))
+            env.update(evaluate(jaxpr, pending, env))
             pending.clear()
 
     def close(unit: str) -> None:
@@ -104,15 +105,6 @@ def run_backward(
             close(unit)
 
 
-def _evaluate(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any]) -> dict[Var, Any]:
-    """Runs some equations on values that are there; returns what they make."""
-    made = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, DropVar)]
-    inner = set(made)
-    needed = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in inner))
-    piece = jaxpr.replace(constvars=[], invars=needed, eqns=list(eqns), outvars=made)
-    return dict(zip(made, jax.core.eval_jaxpr(piece, (), *[env[v] for v in needed]), strict=True))
-
-
 def _again(eqn: JaxprEqn, env: Mapping[Var, Any], weights: Container[Var]) -> dict[Var, Any]:
     """Runs a checkpoint's part of the backward pass behind a barrier over all that is no parameter."""
     values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
@@ -120,6 +112,5 @@ def _again(eqn: JaxprEqn, env: Mapping[Var, Any], weights: Container[Var]) -> di
     if eqn.params["prevent_cse"] and tied:
         for i, x in zip(tied, lax.optimization_barrier([values[i] for i in tied]), strict=True):
             values[i] = x
-    inner = eqn.params["jaxpr"]
-    results = jax.core.eval_jaxpr(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *values)
+    results = jax.core.eval_jaxpr(*opened(eqn.params["jaxpr"]), *values)
     return {v: x for v, x in zip(eqn.outvars, results, strict=True) if not isinstance(v, DropVar)}

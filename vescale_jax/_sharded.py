@@ -104,6 +104,11 @@ class Sharded:
                 yield group.prefix + name, tensor
 
 
+def is_buffer(node: Any) -> bool:
+    """Whether a node of a tree is a group's buffer."""
+    return isinstance(node, DBuffer)
+
+
 def check_sharded(model: Any, what: str) -> Structure:
     """The structure of a sharded model.
 

@@ -104,10 +104,9 @@ class BlockView:
 
         Returns: what the function returned, as global arrays, with the dims of the stack first.
         """
-        tables = self._tables()
+        stack = self.layout.stack
 
-        def on_device(runs: Any, shards: Any, replicated: Any) -> Any:
-            local = LocalBlocks(self, tuple(table[0] for table in runs))
+        def on_device(local: "LocalBlocks", shards: Any, replicated: Any) -> Any:
             more = {"replicated": replicated} if jax.tree.leaves(replicated) else {}
             if not stack:
                 return function(local, *shards, **more)
@@ -117,17 +116,7 @@ class BlockView:
             )
             return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), out)
 
-        stack = self.layout.stack
-        cut, part, whole = PartitionSpec(self.layout.axis), self.layout.spec, PartitionSpec()
-        mapped = jax.shard_map(
-            on_device,
-            mesh=self.layout.mesh,
-            in_specs=(cut, part, whole),
-            out_specs=part,
-            axis_names={self.layout.axis},
-            check_vma=False,
-        )
-        return mapped(tables, shards, replicated)
+        return self._on_devices(on_device, shards, replicated)
 
     def update(
         self,
@@ -152,10 +141,9 @@ class BlockView:
         Returns: the new shards and the new `of_blocks`.
         """
         stack = self.layout.stack
-        tables = self._tables()
 
-        def on_device(runs: Any, written: Any, read: Any, replicated: Any) -> Any:
-            local = LocalBlocks(self, tuple(table[0] for table in runs))
+        def on_device(local: "LocalBlocks", parts: Any, replicated: Any) -> Any:
+            written, read = parts
             one = functools.partial(function, replicated)
             if not stack:
                 return local.update(one, *written, read=read, chunk=chunk)
@@ -169,21 +157,28 @@ class BlockView:
             written = lax.fori_loop(0, math.prod(stack), layer, written)
             return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), written)
 
-        cut, part, whole = PartitionSpec(self.layout.axis), self.layout.spec, PartitionSpec()
+        written = tuple(shards), list(of_blocks) or [()] * len(self.batches)
+        return self._on_devices(on_device, (written, tuple(read)), replicated)
+
+    def _on_devices(self, function: Callable[..., Any], parts: Any, replicated: Any) -> Any:
+        """Runs a function of a device's blocks, of its parts of global arrays, and of what all devices get whole."""
+
+        def on_device(runs: Any, parts: Any, replicated: Any) -> Any:
+            return function(LocalBlocks(self, tuple(table[0] for table in runs)), parts, replicated)
+
+        layout = self.layout
+        cut, part, whole = PartitionSpec(layout.axis), layout.spec, PartitionSpec()
+        # Placed, as a mesh with explicit axes wants them.
+        tables = [jax.device_put(batch.runs, NamedSharding(layout.mesh, cut)) for batch in self.batches]
         mapped = jax.shard_map(
             on_device,
-            mesh=self.layout.mesh,
-            in_specs=(cut, part, part, whole),
+            mesh=layout.mesh,
+            in_specs=(cut, part, whole),
             out_specs=part,
-            axis_names={self.layout.axis},
+            axis_names={layout.axis},
             check_vma=False,
         )
-        return mapped(tables, (tuple(shards), list(of_blocks) or [()] * len(tables)), tuple(read), replicated)
-
-    def _tables(self) -> list[jax.Array]:
-        """The tables of all shards, placed, as a mesh with explicit axes wants them."""
-        cut = NamedSharding(self.layout.mesh, PartitionSpec(self.layout.axis))
-        return [jax.device_put(batch.runs, cut) for batch in self.batches]
+        return mapped(tables, parts, replicated)
 
 
 @dataclass(frozen=True, slots=True)

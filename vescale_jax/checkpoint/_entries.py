@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from vescale_jax._groups import Group, each_group
-from vescale_jax._sharded import Sharded, check_sharded
+from vescale_jax._sharded import Sharded, check_sharded, is_buffer
 from vescale_jax._train import TrainState
 from vescale_jax.optimizers import Columns, Moment8bit, MuonMoments
 from vescale_layouts import Batch, BlockArrays, BlockView, DBuffer, Layout
@@ -184,7 +184,7 @@ def _of_model(model: Sharded) -> Iterator[Entry]:
     groups = {(unit.name, group.name): group for unit, group in each_group(structure.units)}
     # Trainable and frozen parameters share a field, so that a parameter may be thawed between two runs.
     for buffers in (model.params, model.frozen):
-        flat = jax.tree_util.tree_leaves_with_path(buffers, is_leaf=lambda node: isinstance(node, DBuffer))
+        flat = jax.tree_util.tree_leaves_with_path(buffers, is_leaf=is_buffer)
         for path, buffer in flat:
             unit, group = (jax.tree_util.keystr((key,), simple=True) for key in path)
             yield Tensors(

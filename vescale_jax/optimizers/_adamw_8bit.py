@@ -24,11 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from vescale_jax._sharded import is_buffer
 from vescale_jax._step_aside import steps_aside
 from vescale_layouts import BlockArrays, BlockView, DBuffer, Layout
 from vescale_planner import Block, Elements, Faults, Slot, Tile
 
-from ._buffers import check_buffers, is_buffer
+from ._buffers import check_buffers
 from ._codes import Code, CodeName
 from ._rule_table import PathOf, RuleRow
 

@@ -9,14 +9,10 @@ from typing import Any
 
 import jax
 
+from vescale_jax._sharded import is_buffer
 from vescale_jax._units import ROOT
-from vescale_layouts import DBuffer, Layout
+from vescale_layouts import Layout
 from vescale_planner import Faults
-
-
-def is_buffer(node: Any) -> bool:
-    """Whether a node of a tree is a group's buffer."""
-    return isinstance(node, DBuffer)
 
 
 def check_buffers(optimizer: str, block_size: Any, params: Any, views: Callable[[Layout], Any]) -> None:

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from vescale_jax._sharded import is_buffer
 from vescale_jax._step_aside import steps_aside
 from vescale_layouts import DBuffer, Layout
 from vescale_planner import Faults
 
-from ._buffers import is_buffer
 from ._muon_adam import Adam, adam_step, adam_zeros
 from ._muon_orthogonal import Iteration, orthogonalise
 from ._muon_rules import Ruling, rulings

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from vescale_jax._sharded import is_buffer
 from vescale_jax._step_aside import steps_aside
 from vescale_layouts import BlockArrays, BlockView, DBuffer
 from vescale_planner import Faults, Tile
 
 from ._adamw_8bit import ScalarOrSchedule, rounded, scaled
-from ._buffers import check_buffers, is_buffer
+from ._buffers import check_buffers
 from ._matrices import TINY, largest, norm, product
 from ._roots import RootMethod, inverse_root
 from ._rule_table import PathOf, RuleRow

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from vescale_jax._sharded import is_buffer
 from vescale_jax._step_aside import steps_aside
 from vescale_layouts import DBuffer
 from vescale_planner import Faults, Tile
 
 from ._adamw_8bit import ScalarOrSchedule, scaled
-from ._buffers import check_buffers, is_buffer
+from ._buffers import check_buffers
 from ._matrices import product
 from ._rule_table import PathOf, RuleRow
 from ._shampoo_blocks import Choice, Costs, check_numbers, filled, rule_rows, views
