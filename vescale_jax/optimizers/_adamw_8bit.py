@@ -21,20 +21,15 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from vescale_jax._sharded import is_buffer
-from vescale_jax._step_aside import steps_aside
 from vescale_layouts import BlockArrays, BlockView, DBuffer, Layout
 from vescale_planner import Block, Elements, Faults, Slot, Tile
 
-from ._buffers import check_buffers
+from ._block_optimizer import ScalarOrSchedule, block_optimizer
 from ._codes import Code, CodeName
+from ._rounding import rounded
 from ._rule_table import PathOf, RuleRow
-
-ScalarOrSchedule = Any
-"""A number, an array without dims, or a function from the count of steps done to one."""
 
 
 class Moment8bit(NamedTuple):
@@ -160,28 +155,16 @@ def adamw_8bit(
     _check(b1, b2, eps, block_size, code, min_size, chunk)
     settings = Settings(b1, b2, eps, block_size, code, min_size, chunk)
 
-    def init(params: Any) -> AdamW8bitState:
-        check_buffers("adamw_8bit", settings.block_size, params, functools.partial(_views, settings))
-        moments = jax.tree.map(lambda buffer: _zeros(settings, buffer.layout), params, is_leaf=is_buffer)
-        return AdamW8bitState(jnp.zeros((), jnp.int32), moments)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamW8bitState]:
-        if params is None:
-            raise ValueError(
-                "adamw_8bit: got no params; want them, for weight decay; call update(grads, state, params)"
-            )
-        rate = jnp.asarray(learning_rate(state.count) if callable(learning_rate) else learning_rate, jnp.float32)
-        count = jnp.asarray(optax.safe_increment(state.count))
-        grads, tree = jax.tree.flatten(updates, is_leaf=is_buffer)
-        buffers, moments = tree.flatten_up_to(params), tree.flatten_up_to(state.moments)
-        steps = [_direction(settings, count, g, m) for g, m in zip(grads, moments, strict=True)]
-        new = [
-            DBuffer(scaled(direction, p.data, rate, weight_decay), p.layout)
-            for (direction, _), p in zip(steps, buffers, strict=True)
-        ]
-        return tree.unflatten(new), AdamW8bitState(count, tree.unflatten([moments for _, moments in steps]))
-
-    return optax.GradientTransformation(*steps_aside(init, update))
+    return block_optimizer(
+        "adamw_8bit",
+        learning_rate,
+        weight_decay,
+        block_size=block_size,
+        views=functools.partial(_views, settings),
+        zeros=lambda buffer: _zeros(settings, buffer.layout),
+        step=lambda _, count: functools.partial(_direction, settings, count),
+        state=AdamW8bitState,
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -271,24 +254,6 @@ def _adam(settings: Settings, g: Any, m: Any, r: Any, gain: Any, eps: Any) -> An
     squares = rounded(settings.b2 * jnp.square(r / unit)) + rounded((1 - settings.b2) * jnp.square(g / unit))
     r = rounded(size * jnp.sqrt(squares))
     return rounded(gain * (m / (r + eps))), m, r
-
-
-def rounded(product: Any) -> Any:
-    """A product, rounded to float32 before anything is added to it.
-
-    Compilers may otherwise fuse the two into one operation with one rounding, in some programs and not in others, and
-    codes would differ in their last bit from mesh to mesh. They cannot see through a clip, which changes no finite
-    number.
-    """
-    largest = np.finfo(np.float32).max
-    return jnp.clip(product, -largest, largest)
-
-
-def scaled(direction: jax.Array, params: jax.Array, rate: jax.Array, weight_decay: float) -> jax.Array:
-    """The update `-rate (direction + weight_decay params)`, in the dtype of the parameters."""
-    if weight_decay:
-        direction = direction + rounded(weight_decay * params.astype(jnp.float32))
-    return rounded(-rate * direction).astype(params.dtype)
 
 
 def _check(b1: float, b2: float, eps: float, block_size: Any, code: str, min_size: Any, chunk: Any) -> None:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._adamw_8bit import rounded
 from ._matrices import TINY, orthogonal
+from ._rounding import rounded
 
 
 def orthogonal_factor(matrices: jax.Array) -> jax.Array:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._adamw_8bit import rounded
 from ._matrices import TINY, diagonal, largest, orthogonal, product
+from ._rounding import rounded
 
 # Beyond the logarithm of k; and after the basis was made orthogonal.
 _MORE_SWEEPS = 3

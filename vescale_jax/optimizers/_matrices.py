@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._adamw_8bit import rounded
+from ._rounding import rounded
 
 TINY = float(np.finfo(np.float32).tiny)
 

@@ -25,15 +25,13 @@ from vescale_jax._step_aside import steps_aside
 from vescale_layouts import DBuffer, Layout
 from vescale_planner import Faults
 
+from ._block_optimizer import ScalarOrSchedule
 from ._muon_adam import Adam, adam_step, adam_zeros
 from ._muon_orthogonal import Iteration, orthogonalise
 from ._muon_rules import Ruling, rulings
 from ._muon_state import MuonMoments, MuonState, is_moments
 from ._muon_work import Source, work_of
 from ._newton_schulz import QUINTIC
-
-ScalarOrSchedule = Any
-"""A number, an array without dims, or a function from the count of steps done to one."""
 
 
 @dataclass(frozen=True, slots=True)

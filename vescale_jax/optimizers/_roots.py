@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._adamw_8bit import rounded
 from ._jacobi import eigenvectors
 from ._matrices import TINY, diagonal, largest, norm, product
+from ._rounding import rounded
 
 RootMethod = Literal["newton", "jacobi"]
 """How an inverse root is computed."""

@@ -18,15 +18,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from vescale_jax._sharded import is_buffer
-from vescale_jax._step_aside import steps_aside
 from vescale_layouts import BlockArrays, BlockView, DBuffer
 from vescale_planner import Faults, Tile
 
-from ._adamw_8bit import ScalarOrSchedule, rounded, scaled
-from ._buffers import check_buffers
+from ._block_optimizer import ScalarOrSchedule, block_optimizer
 from ._matrices import TINY, largest, norm, product
 from ._roots import RootMethod, inverse_root
+from ._rounding import rounded
 from ._rule_table import PathOf, RuleRow
 from ._shampoo_blocks import Choice, Costs, check_numbers, filled, rule_rows, views
 from ._shampoo_elements import Correction, adam, correction, new_mean, new_rms, seen
@@ -213,27 +211,16 @@ def shampoo(
         b1, b2, eps, momentum, grafting, choice, precondition_frequency, root, roots, matrix_epsilon, chunk
     )
 
-    def init(params: Any) -> ShampooState:
-        check_buffers("shampoo", choice.block_size, params, functools.partial(views, choice))
-        moments = jax.tree.map(lambda buffer: _zeros(settings, buffer), params, is_leaf=is_buffer)
-        return ShampooState(jnp.zeros((), jnp.int32), moments)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, ShampooState]:
-        if params is None:
-            raise ValueError("shampoo: got no params; want them, for weight decay; call update(grads, state, params)")
-        rate = jnp.asarray(learning_rate(state.count) if callable(learning_rate) else learning_rate, jnp.float32)
-        count = jnp.asarray(optax.safe_increment(state.count))
-        scalars = _scalars(settings, state.count, count.astype(jnp.float32))
-        grads, tree = jax.tree.flatten(updates, is_leaf=is_buffer)
-        buffers, moments = tree.flatten_up_to(params), tree.flatten_up_to(state.moments)
-        steps = [_direction(settings, scalars, g, m) for g, m in zip(grads, moments, strict=True)]
-        new = [
-            DBuffer(scaled(direction, p.data, rate, weight_decay), p.layout)
-            for (direction, _), p in zip(steps, buffers, strict=True)
-        ]
-        return tree.unflatten(new), ShampooState(count, tree.unflatten([moments for _, moments in steps]))
-
-    return optax.GradientTransformation(*steps_aside(init, update))
+    return block_optimizer(
+        "shampoo",
+        learning_rate,
+        weight_decay,
+        block_size=block_size,
+        views=functools.partial(views, choice),
+        zeros=functools.partial(_zeros, settings),
+        step=lambda done, count: functools.partial(_direction, settings, _scalars(settings, done, count)),
+        state=ShampooState,
+    )
 
 
 def _zeros(settings: Settings, buffer: DBuffer) -> ShampooMoments:
@@ -255,11 +242,12 @@ def _zeros(settings: Settings, buffer: DBuffer) -> ShampooMoments:
 
 def _scalars(settings: Settings, done: jax.Array, count: jax.Array) -> Scalars:
     b1, b2, eps = settings.b1, settings.b2, settings.eps
+    step = count.astype(jnp.float32)
     return Scalars(
         done % settings.frequency == 0,
-        correction(b1, b2, eps, count, count),
-        1 / (1 - b1**count),
-        seen(b2, count),
+        correction(b1, b2, eps, step, step),
+        1 / (1 - b1**step),
+        seen(b2, step),
     )
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._adamw_8bit import rounded
 from ._matrices import TINY
+from ._rounding import rounded
 
 
 class Correction(NamedTuple):

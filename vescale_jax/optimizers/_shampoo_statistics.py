@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from vescale_layouts import BlockArrays, BlockView
 
-from ._adamw_8bit import rounded
 from ._matrices import TINY, largest, product
+from ._rounding import rounded
 
 
 class Statistics(NamedTuple):

@@ -20,13 +20,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from vescale_jax._sharded import is_buffer
-from vescale_jax._step_aside import steps_aside
 from vescale_layouts import DBuffer
 from vescale_planner import Faults, Tile
 
-from ._adamw_8bit import ScalarOrSchedule, scaled
-from ._buffers import check_buffers
+from ._block_optimizer import ScalarOrSchedule, block_optimizer
 from ._matrices import product
 from ._rule_table import PathOf, RuleRow
 from ._shampoo_blocks import Choice, Costs, check_numbers, filled, rule_rows, views
@@ -174,27 +171,16 @@ def soap(
     choice = Choice(block_size, min_size)
     settings = Settings(b1, b2, eps, choice, precondition_frequency, chunk)
 
-    def init(params: Any) -> SoapState:
-        check_buffers("soap", choice.block_size, params, functools.partial(views, choice))
-        moments = jax.tree.map(lambda buffer: _zeros(settings, buffer), params, is_leaf=is_buffer)
-        return SoapState(jnp.zeros((), jnp.int32), moments)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SoapState]:
-        if params is None:
-            raise ValueError("soap: got no params; want them, for weight decay; call update(grads, state, params)")
-        rate = jnp.asarray(learning_rate(state.count) if callable(learning_rate) else learning_rate, jnp.float32)
-        count = jnp.asarray(optax.safe_increment(state.count))
-        scalars = _scalars(settings, count)
-        grads, tree = jax.tree.flatten(updates, is_leaf=is_buffer)
-        buffers, moments = tree.flatten_up_to(params), tree.flatten_up_to(state.moments)
-        steps = [_direction(settings, scalars, g, m) for g, m in zip(grads, moments, strict=True)]
-        new = [
-            DBuffer(scaled(direction, p.data, rate, weight_decay), p.layout)
-            for (direction, _), p in zip(steps, buffers, strict=True)
-        ]
-        return tree.unflatten(new), SoapState(count, tree.unflatten([moments for _, moments in steps]))
-
-    return optax.GradientTransformation(*steps_aside(init, update))
+    return block_optimizer(
+        "soap",
+        learning_rate,
+        weight_decay,
+        block_size=block_size,
+        views=functools.partial(views, choice),
+        zeros=functools.partial(_zeros, settings),
+        step=lambda _, count: functools.partial(_direction, settings, _scalars(settings, count)),
+        state=SoapState,
+    )
 
 
 def _zeros(settings: Settings, buffer: DBuffer) -> SoapMoments:
