@@ -214,69 +214,16 @@ def _forward(
 
 def _backward(loop: Loop, sunk: frozenset[str], saved: _Saved, cotangents: Any) -> tuple[Any, ...]:
     """The backward pass: gradients of the shards, summed over the devices, of shared values, carry and slices."""
-    layer: Layer = saved.layer.value
-    of_carry, of_results = cotangents
-    active = iter(layer.active)
-    of_carry = _rounded([_instantiated(ct) for ct in of_carry if next(active)])
-    of_results = [ct for ct in of_results if next(active)]
-    moving = [isinstance(ct, SymbolicZero) for ct in of_results]
-    groups = {name: group for name, group in loop.groups.items() if _differentiated(loop, layer, name)}
-
-    def gather(place: Any, after: Any = ()) -> Shards:
-        if not loop.reshard:
-            return _at(saved.buffers, place)
-        return loop.gather(saved.shards, place if after else place + saved.start, after=after, again=True)
-
-    def pull(
-        carried: list[Any], buffers: Shards, place: Any, hold: Any = 0
-    ) -> tuple[list[Any], list[Any], Shards, Any]:
-        """One turn: the gradients of its carry and shared values, of its parameters, packed, and of its slices.
-
-        Nothing is packed before `hold`, an integer zero, is there.
-        """
-        ct_results = [
-            jnp.zeros(ct.shape[1:], ct.dtype) if zero else _at(ct, place)
-            for ct, zero in zip(of_results, moving, strict=True)
-        ]
-        operands = Operands(
-            loop.tensors_of(buffers), saved.shared, [None] * len(layer.wanted.carry), _at(saved.slices, place)
-        )
-        found = layer.backward(operands, _at(saved.stored, place), [*carried, *ct_results])
-        grads: dict[tuple[str, str], Any] = {}
-        for name, grad in zip(loop.tensors, found.tensors, strict=True):
-            # The body may take a parameter more than once.
-            grads[name] = grads[name] + grad if name in grads and grad is not None else grad
-        packed = {
-            name: pack(group.layout.plan, _held(_complete(group, name, grads), hold), group.reduce_dtype)
-            for name, group in groups.items()
-        }
-        return _rounded(_some(found.carry)), _some(found.shared), packed, _some(found.slices)
-
-    def reduce(packed: Shards) -> Shards:
-        return {
-            name: packed[name]
-            if name in sunk
-            else scatter_buffer(group.layout.layer, packed[name], shard_dtype=group.reduce_dtype)
-            for name, group in groups.items()
-        }
-
+    wanted = saved.layer.value.wanted
+    active = iter(saved.layer.value.active)
+    of_carry, of_results = ([ct for ct in part if next(active)] for part in cotangents)
+    turns = _Turns(loop, sunk, saved, of_results)
+    carried = _rounded([_instantiated(ct) for ct in of_carry])
     zeros: list[Any] = [
-        jnp.zeros(x.shape, x.dtype) for x, want in zip(saved.shared, layer.wanted.shared, strict=True) if want
+        jnp.zeros(x.shape, x.dtype) for x, want in zip(saved.shared, wanted.shared, strict=True) if want
     ]
-    if loop.prefetch:
-        done = _pull_ahead(loop, gather, pull, reduce, of_carry, zeros)
-    else:
-
-        def turn(state: Any, place: Any) -> tuple[Any, Any]:
-            carried, shared = state
-            carried, more, packed, slices = pull(carried, gather(place), place)
-            return (carried, _sum(shared, more)), (reduce(packed), slices)
-
-        (carried, shared), stacked = lax.scan(
-            turn, (of_carry, zeros), jnp.arange(loop.length), reverse=not loop.reverse, unroll=loop.unroll
-        )
-        done = carried, shared, *stacked
-    carried, shared, shards, slices = done
+    run = _pull_ahead if loop.prefetch else _pull
+    carried, shared, shards, slices = run(turns, carried, zeros)
     return (
         # Stacked in the dtype of the sums, and cast where they are read: half the bytes for sums in bfloat16.
         {
@@ -285,21 +232,93 @@ def _backward(loop: Loop, sunk: frozenset[str], saved: _Saved, cotangents: Any) 
         },
         {name: shards.get(name) for name in sunk},
         None,
-        _spread(shared, layer.wanted.shared),
-        _spread(carried, layer.wanted.carry),
-        _spread(slices, layer.wanted.slices),
+        _spread(shared, wanted.shared),
+        _spread(carried, wanted.carry),
+        _spread(slices, wanted.slices),
     )
 
 
-def _pull_ahead(
-    loop: Loop,
-    gather: Callable[..., Shards],
-    pull: Callable[..., tuple[list[Any], list[Any], Shards, Any]],
-    reduce: Callable[[Shards], Shards],
-    carried: list[Any],
-    shared: list[Any],
-) -> tuple[list[Any], list[Any], Shards, Any]:
+@dataclass(frozen=True, eq=False)
+class _Turns:
+    """What a backward turn is made of.
+
+    Attributes:
+
+    - `loop`, `saved`: of the forward pass.
+    - `sunk`: the groups whose gradients are not reduced.
+    - `of_results`: cotangents of the turns' results, of those that have one.
+    """
+
+    loop: Loop
+    sunk: frozenset[str]
+    saved: _Saved
+    of_results: Sequence[Any]
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The groups that have gradients."""
+        wanted = self.saved.layer.value.wanted.tensors
+        trained = {group for want, (group, _) in zip(wanted, self.loop.tensors, strict=True) if want}
+        return {name: group for name, group in self.loop.groups.items() if name in trained}
+
+    def gather(self, place: Any, after: Any = ()) -> Shards:
+        """One layer's buffers again, or those that were kept."""
+        if not self.loop.reshard:
+            return _at(self.saved.buffers, place)
+        place = place if after else place + self.saved.start
+        return self.loop.gather(self.saved.shards, place, after=after, again=True)
+
+    def pull(
+        self, carried: list[Any], buffers: Shards, place: Any, hold: Any = 0
+    ) -> tuple[list[Any], list[Any], Shards, Any]:
+        """One turn: the gradients of its carry and shared values, of its parameters, packed, and of its slices.
+
+        Nothing is packed before `hold`, an integer zero, is there.
+        """
+        loop, saved, layer = self.loop, self.saved, self.saved.layer.value
+        of_results = [_cotangent_at(ct, place) for ct in self.of_results]
+        operands = Operands(
+            loop.tensors_of(buffers), saved.shared, [None] * len(layer.wanted.carry), _at(saved.slices, place)
+        )
+        found = layer.backward(operands, _at(saved.stored, place), [*carried, *of_results])
+        grads: dict[tuple[str, str], Any] = {}
+        for name, grad in zip(loop.tensors, found.tensors, strict=True):
+            # The body may take a parameter more than once.
+            grads[name] = grads[name] + grad if name in grads and grad is not None else grad
+        packed = {
+            name: pack(group.layout.plan, _held(_complete(group, name, grads), hold), group.reduce_dtype)
+            for name, group in self.groups.items()
+        }
+        return _rounded(_some(found.carry)), _some(found.shared), packed, _some(found.slices)
+
+    def reduce(self, packed: Shards) -> Shards:
+        """Packed gradients, summed over the devices, in the reduce dtype."""
+        return {
+            name: packed[name]
+            if name in self.sunk
+            else scatter_buffer(group.layout.layer, packed[name], shard_dtype=group.reduce_dtype)
+            for name, group in self.groups.items()
+        }
+
+
+def _pull(turns: _Turns, carried: list[Any], shared: list[Any]) -> tuple[list[Any], list[Any], Shards, Any]:
+    """The backward turns, each of which gathers and reduces for itself."""
+    loop = turns.loop
+
+    def turn(state: Any, place: Any) -> tuple[Any, Any]:
+        carried, shared = state
+        carried, more, packed, slices = turns.pull(carried, turns.gather(place), place)
+        return (carried, _sum(shared, more)), (turns.reduce(packed), slices)
+
+    (carried, shared), stacked = lax.scan(
+        turn, (carried, shared), jnp.arange(loop.length), reverse=not loop.reverse, unroll=loop.unroll
+    )
+    return carried, shared, *stacked
+
+
+def _pull_ahead(turns: _Turns, carried: list[Any], shared: list[Any]) -> tuple[list[Any], list[Any], Shards, Any]:
     """The backward turns, in each of which the next layer is gathered and the gradients of the last one are reduced."""
+    loop, gather, reduce = turns.loop, turns.gather, turns.reduce
     last = loop.length - 1
 
     def place(t: Any) -> Any:
@@ -307,10 +326,10 @@ def _pull_ahead(
 
     def turn_of(carried: list[Any], buffers: Shards, t: Any, hold: Any) -> tuple[list[Any], list[Any], Shards, Any]:
         # What is computed again must not be so before its turn: activations are fetched when the cotangent is there.
-        return pull(carried, buffers, place(t) + zero_after([carried]), hold)
+        return turns.pull(carried, buffers, place(t) + zero_after([carried]), hold)
 
     buffers = gather(place(0))
-    _, _, packed_like, slices_like = jax.eval_shape(pull, carried, buffers, 0)
+    _, _, packed_like, slices_like = jax.eval_shape(turns.pull, carried, buffers, 0)
     stacked = _empty(loop.length, (jax.eval_shape(reduce, packed_like), slices_like))
     following = gather(place(1)) if last else buffers
     carried, more, packed, slices = turn_of(carried, buffers, 0, 0)
@@ -341,10 +360,6 @@ def _pull_ahead(
     return carried, shared, _put(of_shards, reduce(packed), place(last)), of_slices
 
 
-def _differentiated(loop: Loop, layer: Layer, name: str) -> bool:
-    return any(want and group == name for want, (group, _) in zip(layer.wanted.tensors, loop.tensors, strict=True))
-
-
 def _complete(group: Group, name: str, grads: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
     """The gradients of all parameters of a group; zero for those that the body does not take."""
     dtype: Any = group.reduce_dtype
@@ -365,6 +380,11 @@ def _held(grads: dict[str, Any], hold: Any) -> dict[str, Any]:
 def _instantiated(cotangent: Any) -> Any:
     shape, dtype = cotangent.shape, cotangent.dtype
     return jnp.zeros(shape, dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def _cotangent_at(cotangent: Any, place: Any) -> Any:
+    shape, dtype = cotangent.shape, cotangent.dtype
+    return jnp.zeros(shape[1:], dtype) if isinstance(cotangent, SymbolicZero) else _at(cotangent, place)
 
 
 def _some(values: Sequence[Any]) -> list[Any]:
